@@ -10,6 +10,10 @@ COMMANDS = {
         "nanoray.launch.__main__",
         "train on Ray: one actor per GPU, MIG slice or CPU share",
     ),
+    "run": (
+        "nanoray.launch.program.__main__",
+        "run any script, module or command as ranks on Ray, as torchrun would",
+    ),
     "tune": (
         "nanoray.tune.__main__",
         "find the fastest way to train a recipe here, by measuring, with the same result",

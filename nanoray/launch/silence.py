@@ -9,16 +9,9 @@ noticed that their driver is dead, and the head may be gone, too.
 
 from __future__ import annotations
 
-import math
-import socket
 import threading
 import time
-from contextlib import suppress
-from typing import Any
 
-# The patience where the cluster's head is gone: the driver ran on its node, or gives up, too.
-HEADLESS_S = 5.0
-DIAL_S = 1.0  # a living head accepts a connection in milliseconds, even if it is frozen
 FROZEN_S = 2.0  # a process that is not frozen reads its clock more often than this
 
 
@@ -63,39 +56,11 @@ class OwnTime:
         time.sleep(seconds)
 
 
-class Head:
-    """The cluster's head as seen from this process: whether anything listens at its address."""
-
-    def __init__(self, api: Any) -> None:
-        """Look the head's address up, once: on Kubernetes a new head may get the same name."""
-        host, _, port = api.get_runtime_context().gcs_address.rpartition(":")
-        self._address: Any = None
-        with suppress(OSError, ValueError):
-            addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            socket_address = addresses[0][4]
-            self._address = socket_address[:2]
-        self._gone = False
-        self._dialled_at = -math.inf
-
-    @property
-    def gone(self) -> bool:
-        """Return whether it cannot be reached; checked once a second. A frozen head is not gone."""
-        if self._address and time.monotonic() - self._dialled_at > DIAL_S:
-            try:
-                socket.create_connection(self._address, timeout=DIAL_S).close()
-                self._gone = False
-            except OSError:
-                self._gone = True
-            self._dialled_at = time.monotonic()
-        return self._gone
-
-
 class DriverSilence:
     """Measures the driver's silence and compares it with a rank's patience."""
 
-    def __init__(self, api: Any) -> None:
+    def __init__(self) -> None:
         self._own_time = OwnTime()
-        self._head = Head(api)
         self._called_at = 0.0
         self.note_call()
 
@@ -112,13 +77,6 @@ class DriverSilence:
         """Return for how many seconds a call of the driver has been overdue."""
         return self.now() - self._called_at
 
-    def patience_s(self, usual_s: float) -> float:
-        """Return how long the driver may be silent: HEADLESS_S if the cluster's head is gone."""
-        # The head is dialled only when that could matter.
-        if self.seconds > HEADLESS_S / 2 and self._head.gone:
-            return min(usual_s, HEADLESS_S)
-        return usual_s
-
-    def exceeds(self, usual_s: float) -> bool:
+    def exceeds(self, patience_s: float) -> bool:
         """Return whether the driver has been silent for longer than this rank waits."""
-        return self.seconds > self.patience_s(usual_s)
+        return self.seconds > patience_s

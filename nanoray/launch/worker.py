@@ -119,7 +119,7 @@ class Worker:
         self._rendezvous = Rendezvous()
         self._waiting = threading.Event()
 
-        self._silence = DriverSilence(api)
+        self._silence = DriverSilence()
         self._devices = bound_devices(api)
         raise_priority()
 
@@ -381,11 +381,9 @@ class Worker:
         that was only frozen finds the exit code in the exit record.
         """
         while True:
-            silent_s = self._silence.seconds
-            patience_s = self._silence.patience_s(DRIVER_SILENT_S)
-            if silent_s <= patience_s / 2:
+            if not self._silence.exceeds(DRIVER_SILENT_S / 2):
                 return
-            if self._silence.seconds > patience_s:
+            if self._silence.exceeds(DRIVER_SILENT_S):
                 os._exit(ORPHAN_CODE)
             time.sleep(CHECK_S)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import time
@@ -23,18 +22,15 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.kube.kustomize import groups
 from nanoray.kube.render import KUBE_DIR
 from tests.harness import commands
 from tests.harness.cluster import computed_with
 from tests.harness.commands import torchrun
-from tests.harness.kube_rules import cluster_spec
 from tests.harness.kube_server import ApiServer
-from tests.harness.kuberay import Operator, head_service, pods_of, ray_start
+from tests.harness.kuberay import Operator, head_service, pods_of
 from tests.harness.manifests import build
 from tests.harness.pods import Machine, RunningPod, missing
 from tests.harness.ranks import TINY
-from tests.unit.test_kube import FOLDERS
 
 RECIPE: dict[str, Any] = {k: v for k, v in TINY.items() if k != "name"} | {
     "max_steps": 60,
@@ -430,105 +426,4 @@ def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: P
         assert int(re.sub(r"\D", "", checkpoint.name)) > 50
 
 
-def test_a_pod_is_deleted_as_kubernetes_does(tmp_path: Path) -> None:
-    """Its name goes first, then its preStop hook runs, then PID 1 alone gets SIGTERM, and after the
-    grace SIGKILL.
-    """
-    if reason := missing():
-        pytest.skip(reason)
-    child = "(trap 'echo child' TERM; while :; do sleep 0.1; done) & "
-    listens = "trap 'echo term $(date +%s.%N)' TERM; echo ready; while :; do sleep 0.1; done"
-    with Machine(tmp_path) as machine:
-        pod = machine.start("web-0", child + listens, {}, 2**20, ("web-0.svc",))
-        other = machine.start(
-            "web-1", "while :; do getent hosts web-0.svc || echo gone; sleep 0.1; done", {}, 2**20
-        )
-        until(lambda: "ready" in pod.log and pod.address in other.log, 100, pod.log + other.log)
-        hook = "getent hosts web-0.svc || echo hook; sleep 1; echo hooked $(date +%s.%N)"
-        took = machine.delete("web-0", 6.0, hook)
-        assert 6.0 <= took < 30.0, (
-            "it ignores SIGTERM, so it was killed when the grace period was over"
-        )
-        lines = [line.split() for line in pod.log.splitlines()]
-        # What the pod is made of may report its end there, too.
-        lines = [words for words in lines if words[0] != "unshare:"]
-        assert [words[0] for words in lines] == ["ready", "hook", "hooked", "term"], (
-            "PID 1 alone gets the signal"
-        )
-        assert float(lines[2][1]) <= float(lines[3][1])
-        until(lambda: other.log.rstrip().endswith("gone"), 100, other.log)
-        assert not pod.alive
-        assert machine.start(
-            "web-2", "trap 'exit 0' TERM; echo ready; sleep 100 & wait", {}, 2**20
-        ).alive
-        until(lambda: "ready" in machine.pods["web-2"].log, 100, "")
-        assert machine.delete("web-2", 60.0) < 30.0, "one that obeys is not waited for"
-
-
-def _ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def test_nothing_is_left(tmp_path: Path) -> None:
-    """After a machine with a pod on it: no interface, no namespace, no process, no mount, no
-    folder.
-    """
-    if reason := missing():
-        pytest.skip(reason)
-    with Machine(tmp_path) as machine:
-        pod = machine.start("pod", "echo here; sleep 100", {"A": "a b'c"}, 2**20)
-        until(lambda: "here" in pod.log, 100, pod.log)
-        own, init = machine._id, pod.init
-        assert own in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
-    for command in (["ip", "link"], ["ip", "netns"], ["mount"]):
-        assert own not in subprocess.run(command, capture_output=True, text=True).stdout
-    until(lambda: _ended(init), 60, "the pod's first process lives on")
-    assert not machine.config.exists()
-
-
 # What the operator would generate for the other overlays, without starting it.
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("folder", [f for f in FOLDERS if f.endswith("job")])
-def test_ray_understands_the_operators_commands(folder: str) -> None:
-    """Every flag of every pod's `ray start` is one of this Ray's, with a value that it takes."""
-    from ray.scripts.scripts import start
-
-    objects = build(KUBE_DIR / folder)
-    (thing,) = [thing for thing in objects if cluster_spec(thing)]
-    spec = cluster_spec(thing)
-    assert spec
-    for i, group in enumerate(groups(spec)):
-        words = shlex.split(ray_start(group, "head" if i else None))
-        context = start.make_context("start", words[2:])
-        assert context.params["head"] is (i == 0)
-        assert context.params["block"] is True
-    maps = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "ConfigMap"}
-    pods = pods_of("nanoray", "nanoray", thing, maps)
-    assert len(pods) == 1 + spec["workerGroupSpecs"][0]["replicas"]
-    assert all(pod.shm_bytes < pod.memory_bytes for pod in pods)
-
-
-def test_the_operators_commands_by_hand() -> None:
-    (spec,) = [
-        s
-        for thing in build(KUBE_DIR / "overlays" / "mig-mixed" / "job")
-        if (s := cluster_spec(thing))
-    ]
-    head, worker = groups(spec)
-    assert ray_start(head, None) == (
-        "ray start --head --block --dashboard-agent-listen-port=52365 --dashboard-host=0.0.0.0 "
-        "--memory=4294967296 "
-        "--metrics-export-port=8080 --num-cpus=0 --num-gpus=0 --object-store-memory=268435456"
-    )
-    assert ray_start(worker, "svc") == (
-        "ray start --address=svc:6379 --block --dashboard-agent-listen-port=52365 "
-        "--memory=8589934592 "
-        "--metrics-export-port=8080 --num-cpus=2 --num-gpus=1 --object-store-memory=268435456"
-    )
-    del worker["rayStartParams"]["num-gpus"]
-    assert "--num-gpus=1" in ray_start(worker, "svc"), "derived from the slice's resource"

@@ -436,26 +436,3 @@ def test_ranks_run_the_file_of_the_script_but_not_its_block(
         assert "the top runs with ray\n" in log
     assert losses["ray"] == pytest.approx(losses["here"], abs=1e-13), "float32 rounds to 1e-8"
     assert no_actors_left(cluster)
-
-
-@pytest.mark.full
-def test_a_script_without_a_block_runs_up_to_its_run_on_each_rank(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    text = WHOLE_FILE.replace("BLOCK", "if True:").replace('"forkserver"', '"fork"')
-    script.write_text(text)
-    config = SETTINGS | {"out_dir": str(tmp_path / "out"), "env": [], "max_steps": 6}
-    del config["global_batch_size"]
-    done = run(
-        str(script),
-        json.dumps(config | {"grad_accum_steps": 1, "micro_batch_size": 6}),
-        "ray",
-        env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("below the run") == 1
-    assert "error" not in done.stdout + done.stderr
-    log = (only_run(tmp_path / "out") / "logs" / "rank1.log").read_text()
-    assert log.count("the top runs with ray\n") == 1
-    assert "below the run" not in log

@@ -15,7 +15,6 @@ from tests.harness.cluster import (
     assert_same_run,
     finish,
     injected,
-    launch,
     pid_of,
     start,
     undisturbed,
@@ -23,7 +22,7 @@ from tests.harness.cluster import (
 from tests.harness.commands import wait_for
 from tests.harness.packages import needs
 from tests.harness.ranks import only_run
-from tests.harness.s3 import BUCKET, proxy_before, s3_server, secrets_in, shell, variables
+from tests.harness.s3 import BUCKET, proxy_before, s3_server, secrets_in, variables
 
 pytestmark = needs("s3fs", "moto")
 
@@ -86,22 +85,3 @@ def test_rank_0_killed_during_an_upload_costs_the_upload_nothing(
         undisturbed(recipe, tmp_path / "c", *FLAGS)
         assert_same_run(tmp_path / "b", tmp_path / "c")
         assert whole(there)[-1] == "step_00000030"
-
-
-@pytest.mark.full
-def test_a_bucket_that_does_not_exist_is_refused_before_a_device_is_taken(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No Ray is asked: there is none at that address."""
-    with s3_server() as server:
-        for name, value in shell(server.url).items():
-            monkeypatch.setenv(name, value)
-        code, output = launch(
-            None,
-            recipe,
-            tmp_path / "a",
-            *("--upload", "s3://no-such-bucket/x", "--ray_address", "127.0.0.1:1"),
-        )
-    assert code == 2
-    assert "error: upload = s3://no-such-bucket/x cannot be used" in output
-    assert not (tmp_path / "a").exists()

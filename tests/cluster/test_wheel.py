@@ -170,22 +170,3 @@ def test_presets_topologies_names_and_templates_are_in_the_wheel(installed: Path
     for pattern in ("**/*.j2", "config/names/*.yaml", "presets/*.yaml", "topologies/*.yaml"):
         wanted = {path.relative_to(ROOT / "nanoray") for path in (ROOT / "nanoray").glob(pattern)}
         assert wanted == {path.relative_to(found) for path in found.glob(pattern)} != set()
-
-
-@pytest.mark.full
-def test_bench_scaling_finds_topologies_and_template(installed: Path, elsewhere: Path) -> None:
-    output = run(
-        installed / "nanoray",
-        "bench",
-        "scaling",
-        "--quick",
-        "--rounds",
-        "1",
-        "--check",
-        "3",
-        "--html",
-        "page.html",
-        cwd=elsewhere,
-    )
-    assert "nvlink-400g" in output
-    assert (elsewhere / "page.html").is_file()

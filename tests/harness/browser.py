@@ -1,10 +1,8 @@
-"""A real browser, for pages that nanoray writes and for dashboards that show a run."""
+"""A real browser, for pages that nanoray writes."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import json
 import os
 import re
@@ -13,13 +11,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from nanoray.bench.harness.processes import Child
 from tests.harness.cluster import end_session, ends_with_tests
@@ -35,14 +32,6 @@ TEXT = """(function text(node) {
   if (["STYLE", "SCRIPT", "TEMPLATE"].includes(node.nodeName)) return "";
   return [...node.childNodes, ...(node.shadowRoot ? [node.shadowRoot] : [])].map(text).join("");
 })(document)"""
-REPLACE = """((text, shown) => {
-  const nodes = document.createTreeWalker(document, NodeFilter.SHOW_TEXT);
-  while (nodes.nextNode()) {
-    const node = nodes.currentNode;
-    if (node.nodeValue.includes(text)) node.nodeValue = node.nodeValue.replaceAll(text, shown);
-  }
-})(%s, %s)"""
-SHOT_BYTES = 150_000
 
 
 def chromium(page: Path, *flags: str) -> str:
@@ -144,32 +133,6 @@ class Tab:
                 raise AssertionError(f"not true after {seconds:g} s: {script}\n{shown}")
             time.sleep(pause_s)
         return value
-
-    def wait_for_text(self, *words: str) -> None:
-        """Wait until the page shows all of these; spaces do not count: a page may colour parts of a
-        line.
-        """
-        bare = json.dumps(["".join(text.split()) for text in words])
-        self.wait_for(
-            f"(text => {bare}.every(word => text.includes(word)))(({TEXT}).replace(/\\s+/g, ''))"
-        )
-
-    def picture(self, name: str, short: Mapping[str, str] | None = None) -> None:
-        """Take a picture of the window, of at most SHOT_BYTES; it is kept in the folder
-        NANORAY_TEST_PICTURES.
-
-        short: what stands in the picture for some texts, such as paths of this machine.
-        """
-        time.sleep(2.0)  # what is drawn on a canvas comes later than the text
-        for text, shown in (short or {}).items():
-            self.evaluate(REPLACE % (json.dumps(text), json.dumps(shown)))
-        taken = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        image, file = Image.open(io.BytesIO(taken)).convert("RGB"), io.BytesIO()
-        assert len(image.getcolors(image.width * image.height) or []) > 10, "something is painted"
-        image.quantize(64).save(file, "png", optimize=True)
-        assert len(file.getvalue()) <= SHOT_BYTES
-        if folder := os.environ.get("NANORAY_TEST_PICTURES"):
-            Path(folder, f"{name}.png").write_bytes(file.getvalue())
 
 
 @contextmanager

@@ -265,12 +265,6 @@ def living_nodes(cluster: Cluster) -> list[str]:
     return [node["node_id"] for node in sorted(nodes, key=lambda node: not node["is_head_node"])]
 
 
-def nodes_of_actors(cluster: Cluster, role: str) -> list[str]:
-    """Return the ids of the nodes of a run's living actors, of ranks (`rank`) or spares (`spare`)."""
-    actors = cluster.states("actors", state="ALIVE")
-    return sorted(a["node_id"] for a in actors if f"-{role}" in str(a["name"]))
-
-
 def end_session(leader: subprocess.Popen[Any] | Command, grace_s: float = 0.0) -> None:
     """End a process that a test started as a session leader, and what is left of its session."""
     if grace_s:
@@ -543,15 +537,6 @@ def left_behind(before: set[str]) -> list[str]:
         for path in leaks.abandoned(before)
         if Path(path).name.startswith(("nanoray-", "pymp-"))
     ]
-
-
-def ray_folders() -> set[str]:
-    """The temporary folders of Rays that nanoray started."""
-    return {
-        str(path)
-        for path in Path("/tmp").glob("nanoray-*")
-        if path.is_dir() and "pool" not in path.name
-    }
 
 
 def in_driver(cluster: Cluster, code: str) -> Any:

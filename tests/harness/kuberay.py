@@ -8,7 +8,6 @@ authentication.
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import shlex
 import threading
@@ -39,25 +38,6 @@ class Pod:
     memory_bytes: int
     grace_s: float  # between SIGTERM and SIGKILL
     pre_stop: str  # the command of its hook; empty without one
-
-
-def job_of_cron_job(thing: dict[str, Any], suffix: str) -> dict[str, Any]:
-    """Return the RayJob that the operator creates of a RayCronJob when its time has come.
-
-    With a label and an annotation of the operator's own, and with none of the RayCronJob. Source:
-    constructRayJob in ray-operator/controllers/ray/raycronjob_controller.go.
-    """
-    name = thing["metadata"]["name"]
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {
-            "name": f"{name}-{suffix}",
-            "namespace": thing["metadata"]["namespace"],
-            "annotations": {"ray.io/cronjob-timestamp": "2026-11-26T03:00:00Z"},
-        },
-        "spec": copy.deepcopy(thing["spec"]["jobTemplate"]),
-    }
 
 
 def head_service(cluster: str, namespace: str) -> str:

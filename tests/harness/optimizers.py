@@ -4,7 +4,7 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,37 +46,6 @@ class Lion(Styled):
         rate = group["lr"] / state["step"] ** 0.5
         p.sub_(state["exp_avg"].mul(0.9).add(grad, alpha=0.1).sign_(), alpha=rate)
         state["exp_avg"].mul_(0.99).add_(grad, alpha=0.01)
-
-
-class Adan(Styled):
-    """The step is the group's, as in apex; the state has the gradient before."""
-
-    def begin(self, group: dict[str, Any]) -> None:
-        group["step"] = group.get("step", 0) + 1
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        if not state:
-            state["exp_avg"] = torch.zeros_like(p)
-            state["neg_pre_grad"] = grad.clone().neg_()
-        difference = state["neg_pre_grad"].add_(grad)
-        state["exp_avg"].mul_(0.9).add_(grad + difference, alpha=0.1)
-        p.sub_(state["exp_avg"], alpha=group["lr"] / (1 - 0.9 ** group["step"]))
-        state["neg_pre_grad"].copy_(grad).neg_()
-
-
-class Eager(Styled):
-    """The state is made by the constructor, as older Adagrads have it, and no later."""
-
-    def __init__(self, params: Any, **defaults: Any) -> None:
-        super().__init__(params, **defaults)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].update(step=0, sum=torch.full_like(p, 0.1))
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        state["sum"].add_(grad * grad)
-        state["step"] += 1
-        p.sub_(grad / state["sum"].sqrt(), alpha=group["lr"])
 
 
 class Shampoo(Styled):
@@ -133,33 +102,6 @@ class ScheduleFree(Styled):
             for p in group["params"]:
                 if "z" in self.state[p]:
                     p.lerp_(self.state[p]["z"], weight)
-
-
-class Prodigy(Styled):
-    """It adapts its rate by a sum over all parameters, kept in the group; d can be infinite."""
-
-    defaults_of_class = {"d": 1e-3, "d_max": float("inf"), "d_numerator": 0.0}  # noqa: RUF012
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            numerator = 0.0
-            denominator = 1e-8
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["p0"] = p.clone()
-                    state["s"] = torch.zeros_like(p)
-                state["s"].add_(p.grad, alpha=group["d"])
-                numerator += torch.dot(p.grad.flatten(), (state["p0"] - p).flatten()).item()
-                denominator += state["s"].abs().sum().item()
-            group["d_numerator"] += group["d"] * numerator
-            group["d"] = min(max(group["d"], group["d_numerator"] / denominator), group["d_max"])
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["d"] * group["lr"])
 
 
 class Mixed(Styled):
@@ -220,13 +162,3 @@ class Lookahead(Optimizer):
         self.inner.load_state_dict(state_dict["inner"])
         self.slow = [tensor.clone() for tensor in state_dict["slow"]]
         self.count = state_dict["count"]
-
-
-class Rateless(Styled):
-    """It has no learning rate, and another argument without a default."""
-
-    def __init__(self, params: Iterable[Any], budget: int) -> None:
-        Optimizer.__init__(self, params, {"budget": budget})
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        p.sub_(grad.sign(), alpha=1 / group["budget"])

@@ -3,8 +3,8 @@ their words and flags.
 
     commands(page)          in the blocks of a page, complete
     mentions(page)          in its sentences, often a part of one: `nanoray kube status`
-    check_command(command)  each program is there and knows each flag; complete ones of nanoray are
-                            parsed, and of `nanoray kube` and the scripts of kuberay/ a dry run is done
+    check_command(command)  complete ones of nanoray are parsed, and of `nanoray kube` a dry run is done;
+                            what other programs know, they say themselves
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ import importlib
 import importlib.util
 import re
 import shlex
-import subprocess
-import warnings
-from functools import cache
 from pathlib import Path
-
-import click
 
 from nanoray.cli import parse_args
 from nanoray.cli.catalog import COMMANDS
@@ -30,21 +25,14 @@ from tests.harness.parsers import RUNS, find_parsers
 ROOT = Path(__file__).resolve().parents[2]
 # Commands that are also modules: `python -m nanoray.train`. All others are `nanoray NAME` alone
 MODULES = ("train", "launch", "bench")
-SCRIPTS = ROOT / "kuberay" / "scripts"
 # What is checked. Words of a system that stand beside them, such as mkdir, are not.
-OF_RAY = r"ray(?= (?:start|stop|status|job|drain-node)\b)"
-PROGRAMS = (
-    rf"make|nanoray(?= [a-z])|python3?|torchrun|{OF_RAY}|tensorboard|pip|kubectl|helm|sbatch|"
-    r"kuberay/scripts/\S+\.sh"
-)
+PROGRAMS = r"make|nanoray(?= [a-z])|python3?|torchrun"
 PATH = r"(?:\.venv/bin/)?"
 BEFORE = r'(?:\$ |sudo (?:-E )?|export |[A-Z_]+="\$\(|[A-Z_]+=\S+ )*'
 COMMAND = re.compile(rf"^{BEFORE}{PATH}(?:{PROGRAMS})(?: [^ ]|$)")
 MENTION = re.compile(rf"^{PATH}(?:{PROGRAMS}) [-a-z./]")
 NO_COMMANDS = ("python", "yaml", "json", "toml", "text")  # languages of blocks
 ENDS = ("&&", "||", "|", ";", "&", "(", ")")
-# Commands of kubectl of several words, which have a help of their own: `auth can-i`
-WORDS_OF_KUBECTL = {"auth": 2, "create": 3, "top": 2}
 REDIRECTIONS = (">", ">>", "<", "2>&1", ">&")
 
 
@@ -118,29 +106,9 @@ def check(words: list[str], complete: bool) -> None:
         check_nanoray(rest, complete)
     elif program == "torchrun":
         check_torchrun(rest, complete)
-    elif program == "ray":
-        check_ray(rest, complete)
-    elif program == "kubectl":
-        check_kubectl(rest, complete)
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert rest[0] in targets, f"no target {rest[0]}"
-    elif program == "helm":
-        check_helm(rest)
-    elif program == "pip":
-        check_pip(rest)
-    elif program == "sbatch":
-        check_sbatch(rest)
-    elif words[0].startswith("kuberay/scripts/"):
-        check_script(words)
-
-
-def check_sbatch(words: list[str]) -> None:
-    """A script of examples/, and the flags of a run behind it."""
-    at = next((i for i, word in enumerate(words) if word.endswith(".sbatch")), None)
-    if at is not None:
-        assert (ROOT / words[at]).is_file(), f"no file {words[at]}"
-        assert parse_args(words[at + 1 :], "x", "y").config
 
 
 def check_python(words: list[str], complete: bool) -> None:
@@ -223,91 +191,6 @@ def check_flags(words: list[str], known: set[str], known_by: str) -> None:
 
 
 def check_torchrun(words: list[str], complete: bool) -> None:
-    """torchrun's own flags, and the command behind them."""
-    from torch.distributed.run import get_args_parser
-
-    options = set(get_args_parser()._option_string_actions)
-    own = next(
-        (i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")), len(words)
-    )
-    check_flags(words[:own], options, "torchrun")
-    if words[own : own + 2] == ["-m", "nanoray.train"] and complete:
-        check_python(words[own:], complete)
-
-
-def check_ray(words: list[str], complete: bool) -> None:
-    """Ray's own flags, and the command of a job."""
-    with warnings.catch_warnings():  # of the packages that Ray imports
-        warnings.simplefilter("ignore")
-        from ray.scripts.scripts import cli
-
-    command: click.Command = cli
-    context = click.Context(cli)
-    while isinstance(command, click.Group) and words:
-        inner = command.get_command(context, words[0])
-        assert inner, f"ray has no {words[0]}"
-        command, words = inner, words[1:]
-    if "--" in words:
-        job = words[words.index("--") + 1 :]
-        words = words[: words.index("--")]
-        check([word for word in job if word != "exec"], complete)
-    parameters = [option for option in command.params if isinstance(option, click.Option)]
-    known = {name for option in parameters for name in (*option.opts, *option.secondary_opts)}
-    check_flags(words, known, "ray")
-
-
-@cache
-def help_of_kubectl(*words: str) -> str:
-    require_kubectl()
-    command = ["kubectl", *words] if words == ("options",) else ["kubectl", *words, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"kubectl has no {' '.join(words)}"
-    return done.stdout
-
-
-def check_kubectl(words: list[str], complete: bool) -> None:
-    """kubectl's flags, by its help, and the folder that it is given."""
-    if "--" in words:  # what `exec` runs
-        words = words[: words.index("--")]
-    if words[:1] == ["-n"]:
-        words = words[2:]
-    if not words:
-        return
-    verb = words[: WORDS_OF_KUBECTL.get(words[0], 1)]
-    text = help_of_kubectl(*verb) + help_of_kubectl("options")
-    known = set(re.findall(r"^ +(--[\w-]+)", text, re.MULTILINE))
-    known |= {
-        name for pair in re.findall(r"^ +(-\w), (--[\w-]+)", text, re.MULTILINE) for name in pair
-    }
-    check_flags(words, known, "kubectl")
-    if "-k" in words and "NAME" not in words[words.index("-k") + 1]:
-        folder = words[words.index("-k") + 1]
-        assert (ROOT / folder / "kustomization.yaml").is_file(), f"no {folder}"
-
-
-def check_helm(words: list[str]) -> None:
-    """The charts and their versions are those that the script of the same page installs."""
-    script = (SCRIPTS / "install.sh").read_text() + (SCRIPTS / "lib.sh").read_text()
-    for word in words:
-        if word.count("/") == 1 and word.islower():
-            assert word in script, f"{word} is no chart of install.sh"
-    if "--version" in words:
-        version = words[words.index("--version") + 1]
-        assert re.search(rf"[=-]{re.escape(version)}\b", script), f"install.sh has not {version}"
-
-
-def check_pip(words: list[str]) -> None:
-    """The extras of nanoray that it installs exist."""
-    text = (ROOT / "pyproject.toml").read_text()
-    for word in words:
-        for extra in re.findall(r"^(?:nanoray|\.)\[(\w+)\]$", word):
-            assert re.search(rf"^{extra} = \[", text, re.MULTILINE), f"no extra {extra}"
-
-
-def check_script(words: list[str]) -> None:
-    """A script of kuberay/ says what it would do, and does nothing."""
-    script = ROOT / words[0]
-    assert script.is_file(), f"no file {words[0]}"
-    command = ["bash", str(script), "--dry-run", *words[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    """The command behind torchrun's own flags, which torchrun itself refuses."""
+    if "-m" in words and complete:
+        check_python(words[words.index("-m") :], complete)

@@ -11,8 +11,6 @@ import torch
 from nanoray.checkpoint import files
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import WrongGradient
-from nanoray.train.guard.audit import Audit
-from tests.harness.alone import engine_of
 from tests.harness.messages import find_line
 from tests.harness.ranks import make_spec, run_ranks, series
 
@@ -77,18 +75,6 @@ def test_of_two_ranks_both_are_named(text: Path, tmp_path: Path) -> None:
     find_line(message, "step 6", "twice", "ranks 0 and 1", "different gradients of rank 0's")
     find_line(message, "ranks 1 and 0", "different gradients of rank 1's micro batch 1", "blocks.1")
     find_line(message, "no third rank")
-
-
-def test_with_one_rank_nothing_is_audited(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path, **RECIPE)
-    engine = engine_of(spec)
-    (audit,) = engine.checks
-    assert isinstance(audit, Audit)
-    assert not audit.due
-    micro_batches = iter(())
-    assert audit.watch(micro_batches, 1, 12, pytest.fail) is micro_batches
-    assert not audit.due
-    assert not audit.refuses()
 
 
 @pytest.mark.full

@@ -191,34 +191,6 @@ def test_logged_values_reach_the_files_from_each_hook(tmp_path: Path, plain: lis
     assert "my text/text_summary" in events.Tags()["tensors"]
 
 
-def test_what_a_model_logs_belongs_to_the_next_record(tmp_path: Path) -> None:
-    """Without any callback: the loss function logs in each step, and every second is recorded."""
-    torch.manual_seed(0)
-    x = torch.randn(48, 3)
-    model = nn.Linear(3, 1)
-    calls: list[int] = []
-
-    def loss_fn(output: Any, target: Any) -> Any:
-        calls.append(len(calls))
-        with torch.no_grad():
-            largest = output.abs().max()
-        if engine._run is not None:
-            engine.run.log({"output": largest, "call": calls[-1]})
-        return nn.functional.mse_loss(output, target)
-
-    settings = {"out_dir": str(tmp_path), "log_every": 2, "eval_every": 0, "tensorboard": False}
-    settings |= {"device": "cpu", "micro_batch_size": 4}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = nanoray.RuntimeEngine(model, optimizer, settings, loss_fn)
-    engine.fit(TensorDataset(x, x.sum(1, keepdim=True)), steps=4)
-    records = read_json_lines(engine.run.folder / "metrics.jsonl")
-    numbers = [record["call"] for record in records]
-    assert [record["step"] for record in records] == [1, 2, 4]
-    assert numbers[1] - numbers[0] == 1
-    assert numbers[2] - numbers[1] == 2, "the newest value, not one of each step"
-    assert all(isinstance(record["output"], float) for record in records)
-
-
 def test_each_kind_of_value_is_recorded_as_a_number_or_a_text(tmp_path: Path) -> None:
     run = nanoray.Run(spec=None, rendezvous=None, given=frozenset())  # type: ignore[arg-type]
     values = {

@@ -135,35 +135,6 @@ def test_a_sum_in_place_of_a_mean(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert lines["wrong:"] == "1 of these differ or fail"
 
 
-def test_a_script_that_raises(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    number = SCRIPT.splitlines().index('            raise ValueError("this model is unhappy")') + 1
-    code, lines = checked(capsys, tmp_path, "raises")
-    assert code == 1
-    place = f"(train.py, line {number}, in forward)"
-    assert lines["plain"] == f"FAILED: ValueError: this model is unhappy {place}"
-
-
-@pytest.mark.parametrize("kind", ["nothing", "plain"])
-def test_a_script_without_launch(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
-) -> None:
-    code, lines = checked(capsys, tmp_path, kind)
-    assert code == 2
-    assert "it does not call nanoray.launch(main, config)" in lines["error:"]
-
-
-def test_wrong_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = str(tmp_path / "train.py")
-    for words, text in (
-        ([script, "--dp_mode", "zero1,zero9"], "dp_mode = zero9 is not one of ddp, "),
-        ([script, "--steps", "1"], "--steps 1 --ranks 2; at least 2 steps"),
-        ([str(tmp_path / "other.py")], "other.py; check the path"),
-        ([script], "ended with 2 before nanoray.launch; its own arguments go behind --"),
-    ):
-        assert check.main(words) == 2
-        assert text in capsys.readouterr().err
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["norm", "weighted", "loader"])
 def test_every_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
@@ -188,13 +159,6 @@ def test_a_function_that_depends_on_the_rank(
     assert "equal to an unbroken run to the bit" in lines["resume"]
     for mode in ("ddp", "fsdp"):
         assert "DIFFERS: " in lines[mode], lines
-
-
-@pytest.mark.full
-def test_a_generator_of_a_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, lines = checked(capsys, tmp_path, "generator", "--dp_mode", "ddp")
-    assert code == 1
-    assert lines["attribute"].startswith("Net.generator (a generator) changes in each step")
 
 
 @pytest.mark.full

@@ -16,16 +16,12 @@ from hypothesis import strategies as st
 from nanoray.bench.harness.rank_pool import RankPool, Where
 from nanoray.checkpoint.find import newest_rank_states
 from nanoray.checkpoint.run import RunSpec
-from nanoray.cli import parse_args
-from nanoray.config import Config, make_config
-from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import ALGORITHMS
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.trace.recorder import (
     Clock,
-    ClockOffset,
     Collective,
     CommRecorder,
     account,
@@ -33,7 +29,7 @@ from nanoray.trace.recorder import (
     queue_starts,
 )
 from nanoray.train.report import comm_lines
-from tests.harness.ranks import TINY, make_spec, run_ranks, series
+from tests.harness.ranks import make_spec, run_ranks, series
 
 
 def bucket(enqueue: float, start: float, end: float, last: bool = False) -> Collective:
@@ -75,17 +71,6 @@ def test_what_nothing_hides_is_exposed() -> None:
     assert (cost.busy, cost.exposed, cost.hidden) == (3 + 3 + 1, 3 + 1, 3)
 
 
-def test_overlapping_collectives_are_busy_once() -> None:
-    cost = account([bucket(0, 0, 5), bucket(3, 3, 8, last=True)])
-    assert (cost.busy, cost.exposed, cost.hidden) == (8, 5, 3)
-
-
-def test_a_pause_between_ready_and_start_is_exposed_too() -> None:
-    """The last bucket waits from 4 to 5 for a thread: nothing computes meanwhile."""
-    cost = account([bucket(0, 0, 3), bucket(4, 5, 7, last=True)])
-    assert (cost.busy, cost.exposed, cost.hidden) == (6, 3, 3)
-
-
 times = st.floats(0, 100, allow_nan=False)
 
 
@@ -113,44 +98,6 @@ def test_busy_is_exposed_plus_hidden(
 def test_windows_lie_between_logged_steps(every: int, steps: list[int]) -> None:
     recorder = CommRecorder(Mesh(0, 2, 0, torch.device("cpu"), "gloo", ""), every)
     assert [s for s in range(1, steps[-1] + 1) if recorder.is_traced(s)] == steps
-
-
-@pytest.mark.parametrize(
-    "text", ["every", "every=0", "every=-3", "every=x", "50", "on", "every=1.5", ""]
-)
-def test_a_wrong_comm_trace_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is none of off, always, every=K"):
-        make_config(TINY | {"comm_trace": text})
-
-
-def test_comm_trace_and_allreduce_as_flags() -> None:
-    def config(*flags: str) -> Config:
-        return parse_args(list(flags), "x", "y").config
-
-    assert [config(f"--comm_trace={t}").trace_every for t in ("off", "always", "every=50")] == [
-        0,
-        1,
-        50,
-    ]
-    choices = Config.model_fields["allreduce"].annotation
-    assert set(choices.__args__) == {"backend", *ALGORITHMS}
-
-
-@pytest.mark.parametrize("flags", [{"comm_trace": "always"}, {"allreduce": "ring"}])
-def test_one_rank_has_nobody_to_talk_to(flags: dict[str, str], text: Path, tmp_path: Path) -> None:
-    from nanoray.train.__main__ import main
-
-    argv = [
-        f"--{k}={v}"
-        for k, v in {
-            "preset": "tiny",
-            "dataset": text,
-            "out_dir": tmp_path / "runs",
-            **flags,
-        }.items()
-    ]
-    assert main(argv) == 2
-    assert not (tmp_path / "runs").exists()
 
 
 # Real ranks.
@@ -297,20 +244,6 @@ def test_the_run_ends_with_what_communication_came_to(
     assert sorted(series(spec, "comm/exposed_ms")) == list(range(2, 9))
 
 
-def test_a_run_too_short_to_be_traced_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="would trace nothing: its first step is 26 and the run ends at step 8"
-    ):
-        make_config(TINY | {"comm_trace": "every=50"})
-    assert make_config(TINY | {"comm_trace": "every=15"}).trace_every == 15
-    with pytest.raises(ConfigError, match="the run ends at step 3"):
-        make_config(TINY | {"comm_trace": "every=15", "stop_at": 3})
-
-
-def test_a_part_of_a_run_that_traced_nothing_says_so() -> None:
-    assert "no step was traced" in comm_lines({"traced_steps": 0}, "runs/x")[0]
-
-
 class FakeEvent:
     """A CUDA event on a device whose clock is 1000 ms at its first event and advances 10 ms with
     each one.
@@ -368,11 +301,6 @@ def test_training_with_each_all_reduce_written_by_hand(
     assert series(specs[1]) == series(specs[0])
     gradients = [c for s in traced(specs[1]) for c in s["collectives"] if c["what"] == "gradients"]
     assert {c["group"] for c in gradients} == {"gradients"}
-
-
-def test_an_offset_by_hand() -> None:
-    """Asked at 10, answered at 12, and the other clock said 17: it is 6 ahead, or 5, or 7."""
-    assert ClockOffset.of(10.0, 17.0, 12.0) == ClockOffset(6.0, 1.0)
 
 
 def offset_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:

@@ -7,7 +7,6 @@ of versions and autograd's graphs are all there.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,31 +135,4 @@ def test_a_compiled_model_of_a_script_resumes_to_the_bit(
     assert series(rest) == series(whole)
     assert series(whole) == pytest.approx(series(eager), rel=1e-4)
     ours, theirs = final_tensors(rest), final_tensors(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def compiled_by_script(run: Run, compiles: bool) -> None:
-    """Train a model with a module that the script compiles, or does not."""
-    first = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh())
-    model = nn.Sequential(torch.compile(first, backend="eager") if compiles else first)
-    model.append(nn.Linear(16, 1))
-    fit(run, model)
-
-
-@pytest.mark.parametrize(
-    "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "fsdp"))]
-)
-def test_a_run_goes_on_whether_the_script_compiles_its_model_or_not(
-    tmp_path: Path, mode: str
-) -> None:
-    settings = {"dp_mode": mode, "timeout_s": 120, "init_timeout_s": 120}
-    compiled = partial(compiled_by_script, compiles=True)
-    as_it_is = partial(compiled_by_script, compiles=False)
-    whole = own(as_it_is, tmp_path / "whole", **settings)
-    own(as_it_is, tmp_path / "parts", stop_at=3, **settings)
-    own(compiled, tmp_path / "parts", stop_at=5, resume="auto", **settings)
-    rest = own(as_it_is, tmp_path / "parts", resume="auto", **settings)
-    assert series(rest) == series(whole)
-    ours, theirs = final_tensors(rest), final_tensors(whole)
-    assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

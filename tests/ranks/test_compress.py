@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from nanoray.config import make_config
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
-from nanoray.parallel.compress import SendingBucket
 from nanoray.parallel.plan import Plan
 from tests.harness.axes import Runs
 from tests.ranks.conftest import Pools
@@ -110,31 +109,6 @@ def test_a_mean_is_within_the_bound_of_its_kind_and_equal_on_all_ranks(
         # Two roundings to nearest, each of at most half a unit in the last place
         bound = 2.1 * 2.0 ** {"bf16": -9, "fp16": -12}[kind] * 2
         assert all(0 < step["share"] < bound for step in steps), kind
-
-
-def overflow_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Sum large equal gradients as a run does, and once more without the division that comes
-    before.
-    """
-    plan, model = plan_of(mesh, order)
-    plan.forward_backward(
-        iter([(torch.tensor(1), torch.tensor(0))]), lambda name: None, lambda micro: None
-    )
-    emit([w.grad.unique().tolist() for w in model.weights if w.grad is not None])
-    compressor, flat = plan.compressor, torch.full((48 * 64,), BIG)
-    assert compressor
-    compressor.send(SendingBucket(flat, [model.weights[0]], 0, True))
-    compressor.drain()
-    emit(flat.unique().tolist())
-    plan.close()
-
-
-@pytest.mark.parametrize("mode", ["ddp", "ddp_by_hand"])
-def test_fp16_sums_what_would_overflow_without_the_division(pools: Pools, mode: str) -> None:
-    order = {"gradient": "large", "settings": {"grad_compress": "fp16", "dp_mode": mode}}
-    with_it, without = pools(2).run(f"{HERE}:overflow_rank", order)
-    assert with_it == [[BIG]] * len(SHAPES)
-    assert without == [float("inf")]
 
 
 def poisoned_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:

@@ -47,15 +47,6 @@ def test_parts_of_a_sequence_attend_as_a_whole_one_does(pools: Pools, ranks: int
         assert each["off"] < CLOSE[each["dtype"]], each
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_torchs_own_ring_finds_the_same(pools: Pools, ranks: int) -> None:
-    """With its kernel for CPUs, and the same chunks on each rank. To import it takes seconds."""
-    row = {"way": "torch", "kernel": "flash", "dtype": "float32", "chunk": 3}
-    (found,) = pools(ranks).run(ATTENTION, {"cases": [row]})
-    assert found["off"] < CLOSE["float32"]
-
-
 def test_a_bug_in_the_ring_shows_in_attention_alone(pools: Pools) -> None:
     """Three ranks, because with two the next rank is the one before."""
     rows = []
@@ -261,16 +252,6 @@ def test_a_run_with_dropout_is_that_of_one_process(
 
 
 @pytest.mark.full
-def test_options_that_save_memory_draw_the_same_masks_again(runs: Runs) -> None:
-    """What is computed twice has the masks of the first time, of the stream and of attention."""
-    settings: dict[str, Any] = {"cp": 2, "dropout": 0.3, "max_steps": 3}
-    without = runs.trained("without", 2, **settings)
-    for how in ("selective", "block"):
-        again = runs.trained(how, 2, activation_checkpointing=how, **settings)
-        assert series(again) == series(without)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"dp_mode": "zero2"}, {"tp": 2, "dp_mode": "fsdp"}])
 def test_a_run_resumes_to_the_bit(runs: Runs, more: dict[str, Any]) -> None:
     runs.resumed(4, 4, cp=2, dropout=0.1, grad_accum_steps=0, **more)
@@ -311,27 +292,12 @@ def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: f
 
 
 @pytest.mark.full
-def test_weights_of_16_bits_and_muon_train_on_parts_of_sequences(runs: Runs) -> None:
-    for settings, far in (({"precision": "bf16_pure"}, 3e-2), ({"optimizer": "muon"}, 2e-3)):
-        name = next(iter(settings.values()))
-        alone = runs.trained(f"{name} alone".replace(" ", "-"), 1, **settings)
-        ring = runs.trained(f"{name}-ring", 2, cp=2, **settings)
-        assert series(ring) == pytest.approx(series(alone), abs=far)
-
-
-@pytest.mark.full
 def test_short_sequences_are_cut_after_they_are_made(runs: Runs) -> None:
     short = {"seq_warmup_steps": 4, "seq_warmup_from": 4} | SGD
     alone = runs.trained("alone", 1, **short)
     for way in ("ring", "all_gather"):
         both = runs.trained(way, 2, cp=2, cp_attention=way, **short)
         assert series(both) == pytest.approx(series(alone), abs=2e-5)
-
-
-@pytest.mark.full
-def test_a_step_that_is_not_finite_is_named(runs: Runs) -> None:
-    _, message = runs.failed(2, "TrainingDiverged", cp=2, faults="nan@rank=1,step=4")
-    assert "at step 4 the loss is nan" in message
 
 
 @pytest.mark.full
@@ -351,8 +317,3 @@ def test_compiled_blocks_train_alike(runs: Runs) -> None:
     eager = runs.trained("eager", 2, **settings)
     compiled = runs.trained("compiled", 2, compile=True, init_timeout_s=120, **settings)
     assert series(compiled) == pytest.approx(series(eager), rel=1e-4)
-
-
-def test_ranks_that_cp_does_not_divide_are_refused(runs: Runs) -> None:
-    _, message = runs.failed(3, "ConfigError", cp=2)
-    assert "ranks = dp*cp, but cp = 2 does not divide 3 rank(s); use 4 workers" in message

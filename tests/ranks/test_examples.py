@@ -110,12 +110,6 @@ def test_train_cifar10_plans_its_epochs(tmp_path: Path, monkeypatch: pytest.Monk
     assert "269,722 parameters" in done.stdout
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_is_executable_and_stops_at_an_error(script: Path) -> None:
-    assert os.access(script, os.X_OK)
-    assert "set -euo pipefail" in script.read_text()
-
-
 def gpt2_and_tokens(folder: Path) -> None:
     """Make weights of a GPT-2, small and random but of the real vocabulary, and a folder of tokens:
     GPT-2's tokenizer would be a download.

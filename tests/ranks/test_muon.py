@@ -51,15 +51,3 @@ def test_two_ranks_learn_what_one_process_does(
     )
     assert sample([str(one.folder), "--max_new_tokens", "5", "--device", "cpu"]) == 0
     assert capsys.readouterr().out
-
-
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"dp_mode": "zero1"}, {"dp_mode": "fsdp"}])
-def test_rotary_positions_and_plain_attention_go_with_every_mesh(
-    runs: Runs, mesh: dict[str, Any]
-) -> None:
-    """Trained on two ranks as in one process, with AdamW."""
-    own = {"optimizer": "adamw", "max_steps": 3, "n_head": 4} | (
-        {"loss_chunk": 0} if "tp" in mesh else {}
-    )
-    one, two = runs.trained("one", 1, **own), runs.trained("two", 2, **own, **mesh)
-    assert series(two) == pytest.approx(series(one), abs=2e-5)

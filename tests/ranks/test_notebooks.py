@@ -9,41 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import pytest
-
 from tests.harness.commands import ROOT, run
 
 FOLDER = ROOT / "examples" / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SOURCE = {"type": "array", "items": {"type": "string"}}
-CELL = {  # of nbformat 4.5, what Jupyter and Colab refuse to be without
-    "type": "object",
-    "required": ["cell_type", "id", "metadata", "source"],
-    "properties": {
-        "cell_type": {"enum": ["markdown", "code"]},
-        "id": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
-        "metadata": {"type": "object"},
-        "source": SOURCE,
-        "outputs": {"type": "array", "maxItems": 0},
-        "execution_count": {"type": "null"},
-    },
-    "additionalProperties": False,
-    "if": {"properties": {"cell_type": {"const": "code"}}},
-    "then": {"required": ["outputs", "execution_count"]},
-    "else": {"properties": {"outputs": False, "execution_count": False}},
-}
-SCHEMA = {
-    "type": "object",
-    "required": ["cells", "metadata", "nbformat", "nbformat_minor"],
-    "properties": {
-        "cells": {"type": "array", "items": CELL},
-        "metadata": {"type": "object", "required": ["kernelspec", "language_info"]},
-        "nbformat": {"const": 4},
-        "nbformat_minor": {"const": 5},
-    },
-    "additionalProperties": False,
-}
 
 
 def execute(name: str, folder: Path, python: dict[str, str], **values: Any) -> str:
@@ -62,18 +30,6 @@ def execute(name: str, folder: Path, python: dict[str, str], **values: Any) -> s
     done = run(script, str(FOLDER / f"{name}.ipynb"), *settings, env=env, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_valid_and_its_links_lead_somewhere(path: Path) -> None:
-    book = json.loads(path.read_text(encoding="utf-8"))
-    jsonschema.validate(book, SCHEMA)
-    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
-    words = "".join(
-        "".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown"
-    )
-    for target in re.findall(r"\]\(([^)#]+)\)", words):
-        assert target.startswith("https://") or (FOLDER / target).exists(), target
 
 
 def test_quickstart(text: Path, tmp_path: Path, forked: dict[str, str]) -> None:

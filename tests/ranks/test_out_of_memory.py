@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray import RuntimeEngine
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import DataError, DataFailed, MemoryExhausted
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
@@ -63,19 +63,10 @@ MODES: list[Any] = [
     pytest.param(1, {}, id="one process", marks=pytest.mark.full),
     pytest.param(2, {"dp_mode": "zero1"}, id="zero1", marks=pytest.mark.full),
     pytest.param(2, {}, id="ddp", marks=pytest.mark.full),
-    pytest.param(3, {"dropout": 0.1}, id="ddp-3 dropout", marks=pytest.mark.full),
     pytest.param(3, {"dp_mode": "zero2"}, id="zero2-3", marks=pytest.mark.full),
-    pytest.param(2, {"dp_mode": "fsdp", "mirror": "off"}, id="fsdp alone", marks=pytest.mark.full),
     pytest.param(3, {"dp_mode": "fsdp"}, id="fsdp-3", marks=pytest.mark.full),
     pytest.param(2, {"tp": 2}, id="tp"),
-    pytest.param(2, {"tp": 2, "sequence_parallel": True}, id="sp", marks=pytest.mark.full),
     pytest.param(2, {"pp": 2}, id="pp", marks=pytest.mark.full),
-    pytest.param(
-        2,
-        {"pp": 2, "pp_schedule": "interleaved", "n_layer": 4},
-        id="pp 2x2",
-        marks=pytest.mark.full,
-    ),
     pytest.param(2, {"pp": 2, "pp_schedule": "zero_bubble"}, id="zb", marks=pytest.mark.full),
     pytest.param(2, {"cp": 2}, id="cp", marks=pytest.mark.full),
     pytest.param(
@@ -85,7 +76,6 @@ MODES: list[Any] = [
         marks=pytest.mark.full,
     ),
     pytest.param(2, {"precision": "fp16"}, id="fp16", marks=pytest.mark.full),
-    pytest.param(2, {"activation_checkpointing": "block"}, id="ac", marks=pytest.mark.full),
 ]
 
 
@@ -235,39 +225,6 @@ def _no_memory_for_the_update() -> None:
 # What a restart and a later command begin with.
 
 
-def test_a_run_goes_on_with_what_has_fitted(text: Path, tmp_path: Path) -> None:
-    plan = f"no-memory@rank=0,step={STEP},phase=backward"
-    first = make_spec(text, tmp_path, **RECIPE | {"faults": plan, "stop_at": STEP, "max_steps": 12})
-    assert not [o for o in run_ranks(first, 1) if "error" in o]
-    folder = first.folder
-    resumed = RECIPE | {"resume": str(folder), "max_steps": 12}
-    del first  # a run is locked while it is open
-
-    said = {}
-    for number, settings in enumerate([{}, {"grad_accum_steps": 3}, {"on_oom": "stop"}]):
-        spec = make_spec(text, tmp_path, **resumed | settings | {"stop_at": STEP + number + 1})
-        assert spec.folder == folder
-        assert not [o for o in run_ranks(spec, 1) if "error" in o]
-        groups = [json.loads(line) for line in (folder / "hashes.jsonl").read_text().splitlines()]
-        said[number] = [group["limit"] for group in groups if "group" in group][-1]
-        del spec
-    assert said == {0: 6, 1: 0, 2: 0}, "another micro batch, or on_oom stop, tries anew"
-
-
-def test_ranks_without_a_driver_begin_smaller_after_a_restart(text: Path, tmp_path: Path) -> None:
-    """Under torchrun no rank can wait for orders: all end, and a restart accumulates more."""
-    plan = f"no-memory@rank=1,step={STEP},phase=backward"
-    spec = make_spec(text, tmp_path / "faulty", **RECIPE | {"faults": plan})
-    outcomes = run_ranks(spec, 2)
-    assert outcomes[1]["error"] == "OutOfMemory"
-    assert "has at most 3 instead of 6" in outcomes[1]["message"]
-    again = spec.next_attempt()
-    write_attempt(again)
-    assert not [o for o in run_ranks(again, 2) if "error" in o]
-    smaller = continued(text, tmp_path / "smaller", 2, 4, {})
-    assert series(spec) == series_of(smaller)
-
-
 # A script's own model.
 
 
@@ -330,32 +287,6 @@ def test_a_scripts_samples_are_read_again_in_smaller_batches(
     assert kept
 
 
-def test_statistics_of_a_step_that_is_done_again_count_once(tmp_path: Path) -> None:
-    """Memory runs out in the second of two micro batches: the norm has counted the first."""
-
-    def trained(name: str, micro: int, faults: str = "") -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        settings = {
-            "out_dir": str(tmp_path / name),
-            "max_steps": 3,
-            "micro_batch_size": micro,
-            "global_batch_size": 8,
-            "faults": faults,
-            "device": "cpu",
-            "precision": "fp32",
-            "tensorboard": False,
-        }
-        RuntimeEngine(model, optimizer, settings, loss_fn=nn.MSELoss()).fit(_samples())
-        return model.state_dict()
-
-    smaller = trained("smaller", 2)
-    again = trained("again", 4, "no-memory@rank=0,step=1,phase=backward,micro=1")
-    for name, tensor in smaller.items():
-        assert torch.equal(tensor, again[name]), name
-
-
 def test_batches_of_the_script_are_not_cut(tmp_path: Path) -> None:
     """An iterable yields batches: what half of one is, only the script knows."""
 
@@ -367,24 +298,6 @@ def test_batches_of_the_script_are_not_cut(tmp_path: Path) -> None:
     match = "the train data come in batches of 8; give smaller ones.* Saved at step 2"
     with pytest.raises(MemoryExhausted, match=match):
         own_model(tmp_path, Stream, faults=plan)
-
-
-def test_the_trial_of_a_scripts_model_takes_less_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A first micro batch that does not fit: the run begins with a quarter of it."""
-    clean = own_model(tmp_path / "clean", _samples, micro_batch_size=8)
-    forward = nn.MSELoss.forward
-
-    def full(self: nn.MSELoss, output: Tensor, target: Tensor) -> Tensor:
-        if len(output) > 2:
-            raise torch.OutOfMemoryError("no memory")
-        return forward(self, output, target)
-
-    monkeypatch.setattr(nn.MSELoss, "forward", full)
-    losses = own_model(tmp_path / "full", _samples, micro_batch_size=8)
-    assert losses == pytest.approx(clean, abs=ROUNDING)
-    assert "micro batch 4 -> 2, accumulation 2 -> 4" in capsys.readouterr().out
 
 
 class Hungry(Dataset[Any]):
@@ -402,10 +315,6 @@ class Hungry(Dataset[Any]):
         if self._reads < 0:
             raise self._error
         return torch.full((6,), index / 64), torch.zeros(1)
-
-
-def collated(items: list[Any], error: Exception) -> Any:
-    raise error
 
 
 def hungry_stream(error: Exception) -> Iterator[Any]:
@@ -427,17 +336,9 @@ def hungry_loader(error: Exception, workers: int = 0, reads: int = 0) -> DataLoa
 
 # How data run out of memory, and the step after which; 0: before the first one
 HUNGRY: dict[str, tuple[Callable[[Exception], Any], int]] = {
-    "an item": (lambda error: Hungry(error, 0), 0),
     "a later item": (lambda error: Hungry(error, 40), 3),
-    "a loader": (hungry_loader, 0),
     "a worker": (lambda error: hungry_loader(error, 1), 0),
-    "a worker later": (lambda error: hungry_loader(error, 1, 40), 5),  # it has its own count
-    "a collate_fn": (
-        lambda error: DataLoader(
-            _samples(), batch_size=8, collate_fn=partial(collated, error=error)
-        ),
-        0,
-    ),
+    # it has its own count
     "an iterable": (HungryStream, 1),
 }
 MEMORY_OF_THE_HOST = MemoryError("Unable to allocate 3.00 GiB for an array")
@@ -467,10 +368,3 @@ def test_memory_that_runs_out_while_data_are_read_is_not_that_of_the_step(
         f"after step {after} rank 0 could not" if after else "rank 0 cannot read its first batch"
     )
     assert message.startswith(begins)
-
-
-def test_memory_that_runs_out_while_validation_data_are_read(tmp_path: Path) -> None:
-    data = partial(Hungry, MEMORY_OF_THE_HOST, 1000)
-    validation = Hungry(MEMORY_OF_THE_HOST, 0)
-    with pytest.raises(DataFailed, match=r"after step 1 rank 0 .* memory is taken by what"):
-        own_model(tmp_path, data, micro_batch_size=8, eval_every=1, validation=validation)

@@ -6,26 +6,24 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import nanoray
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.errors import ConfigError, DataError
-from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.errors import DataError
 from nanoray.own.data.source import OwnData
 from nanoray.own.data.stream import KEPT, Stream
 from nanoray.own.engine import RuntimeEngine
@@ -33,7 +31,6 @@ from nanoray.own.program import Program
 from nanoray.own.run import Run
 from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.tools.sample import main as sample
 from tests.harness import own_runs
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic
@@ -177,45 +174,6 @@ def test_with_fsdp_each_group_cuts_a_copy_of_the_scripts_model(tmp_path: Path) -
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["loader", *(pytest.param(how, marks=pytest.mark.full) for how in ("batches", "not fused"))],
-)
-def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -> None:
-    main = partial(fit, how=how)
-    whole = trained(tmp_path / "whole", 2, main)
-    trained(tmp_path / "parts", 2, main, stop_at=5)
-    assert series(trained(tmp_path / "parts", 2, main, resume="auto")) == series(whole)
-    if how == "loader":
-        assert series(whole) == pytest.approx(alone(), abs=2e-5), "its dataset in our order"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("how", "mode"),
-    [
-        ("Adam", "zero1"),
-        # test_own_optimizers has these two.
-        pytest.param("NAdam", "ddp", marks=pytest.mark.full),
-        pytest.param("Adagrad", "zero1", marks=pytest.mark.full),
-        pytest.param("Adam", "ddp", marks=pytest.mark.full),
-        pytest.param("NAdam", "zero1", marks=pytest.mark.full),
-        pytest.param("Adagrad", "ddp", marks=pytest.mark.full),
-    ],
-)
-def test_an_optimizer_that_nanoray_does_not_know_resumes_to_the_bit(
-    tmp_path: Path, how: str, mode: str
-) -> None:
-    """NAdam keeps a number besides `step`, and Adagrad's state is there before its first step."""
-    main = partial(fit, how=how)
-    whole = trained(tmp_path / "whole", 2, main, dp_mode=mode)
-    trained(tmp_path / "parts", 2, main, dp_mode=mode, stop_at=5)
-    rest = trained(tmp_path / "parts", 2, main, dp_mode=mode, resume="auto")
-    assert series(rest) == series(whole)
-    ours, theirs = final_tensors(rest), final_tensors(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def with_a_frozen_part(run: Run) -> None:
     model = nn.Sequential(
         nn.Linear(3, 16), nn.Dropout(0.5).eval(), nn.Dropout(0.1), nn.Linear(16, 1)
@@ -233,19 +191,6 @@ def test_an_evaluation_leaves_frozen_modules_frozen(tmp_path: Path) -> None:
     )
 
 
-def test_its_model_is_not_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sample([str(trained(tmp_path, 1, max_steps=1).folder)]) == 4
-    assert capsys.readouterr().err.startswith(
-        "error: this checkpoint is of a script's own model, which only that scr"
-    )
-
-
-def test_a_lowest_rate_that_was_given_is_kept(tmp_path: Path) -> None:
-    """The rate is the optimizer's, 0.02; the configuration gives the schedule and where it ends."""
-    spec = trained(tmp_path, 1, max_steps=10, schedule="cosine", min_lr=4e-4)
-    assert records(spec)[-1]["train/lr"] < 1e-3, "a tenth of the rate would be 2e-3"
-
-
 def test_a_lowest_rate_above_the_optimizer_s_is_refused(tmp_path: Path) -> None:
     """The configuration's own lr, which an optimizer replaces, is no measure of it."""
     settings = {"lr": 0.1, "schedule": "cosine", "min_lr": 0.05}
@@ -258,34 +203,11 @@ def test_a_lowest_rate_above_the_optimizer_s_is_refused(tmp_path: Path) -> None:
     ), outcome
 
 
-def test_a_rate_of_zero_that_a_schedule_multiplies_is_refused(tmp_path: Path) -> None:
-    def main(run: Run) -> None:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1))
-
-    spec = open_own(tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r"first group has lr = 0, and the schedule sets .*; give it a rate above 0",
-    ):
-        main(Run(spec, Rendezvous(), given=frozenset({"schedule"})))
-
-
 def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
     main = partial(fit, how="not fused")
     spec = trained(tmp_path, 1, main, on_nan="skip", faults="nan@rank=0,step=3")
     assert records(spec)[-1]["fault/skipped_steps"] == 1
     assert all(torch.isfinite(tensor).all() for tensor in final_tensors(spec).values())
-
-
-def test_an_optimizer_that_is_not_fused_steps_where_a_tensor_tells_whether_to(
-    tmp_path: Path,
-) -> None:
-    """On a GPU it always is one, with fp16 also here."""
-    main, settings = partial(fit, how="not fused"), {"precision": "fp16", "max_steps": 12}
-    lost = series(trained(tmp_path, 1, main, **settings))
-    assert lost[12] < lost[1]
 
 
 @pytest.mark.full
@@ -300,10 +222,6 @@ def test_torchs_batch_norm_has_equal_statistics_on_all_ranks(tmp_path: Path, wor
     ours, theirs = final_tensors(rest), final_tensors(whole)
     assert (theirs["1.running_mean"] != 0).all()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_steps_of_the_call_replace_those_of_the_configuration(tmp_path: Path) -> None:
-    assert max(series(trained(tmp_path, 1, partial(fit, steps=5)))) == 5
 
 
 class Heard(nanoray.Callback):
@@ -443,63 +361,6 @@ def test_data_that_cannot_be_read_are_told_why() -> None:
         OwnData([(1, 2, 3)], None, 0, 1, CPU).train_batch(0, 1)
 
 
-class Unindexed(IterableDataset[Any]):
-    """torch's class for streams has [], which raises."""
-
-    def __init__(self, batches: list[Any], named: bool = False) -> None:
-        self.batches, self.named = batches, named
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        return iter(
-            [({"x": x, "twice": 2 * x}, y) if self.named else (x, y) for x, y in self.batches]
-        )
-
-
-@pytest.mark.parametrize("loader", [False, True])
-def test_a_stream_with_a_length_is_read_in_its_order(loader: bool) -> None:
-    batches = [points(4, seed).tensors for seed in range(3)]
-    stream: Any = Unindexed(batches)
-    data = OwnData(DataLoader(stream, batch_size=None) if loader else stream, stream, 0, 4, CPU)
-    assert torch.equal(data.train_batch(4, 4)[0], batches[1][0])
-
-
-def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
-    batches = [points(size, size).tensors for size in (4, 4, 3)]
-    data = OwnData(Unindexed(batches[:2], named=True), Unindexed(batches, named=True), 0, 4, CPU)
-    assert torch.equal(data.train_batch(4, 4)[0]["twice"], 2 * batches[1][0])
-    windows = data.val_windows(100)
-    assert len(windows) == 3, "validation batches are evaluated as they are"
-    parts = [[torch.zeros(4, 5), torch.ones(4)], [torch.zeros(4), torch.zeros(4)]]
-    both = OwnData(Unindexed([parts]), Unindexed([parts]), 0, 4, CPU)
-    assert both.train_batch(0, 4)[0][1].shape == (4,)
-    assert both.val_batch(both.val_windows(3))[0][0].shape == (4, 5)
-    inputs, targets = data.val_batch(windows[-1:])
-    assert torch.equal(inputs["x"], batches[2][0])
-    assert torch.equal(targets.targets, batches[2][1])
-    assert targets.samples == 3
-
-
-class Sentence(NamedTuple):
-    words: Tensor
-    length: Tensor
-
-
-def test_named_tuples_stay_named_tuples() -> None:
-    items = [(Sentence(torch.full((5,), n), torch.tensor(n)), n) for n in range(6)]
-    batch = Sentence(torch.zeros(3, 5), torch.ones(3)), torch.zeros(3)
-    for data in (
-        OwnData(items, Unindexed([batch]), 0, 3, CPU),
-        OwnData(Unindexed([batch]), items, 0, 3, CPU),
-    ):
-        for inputs, _ in (data.train_batch(0, 3), data.val_batch(data.val_windows(3))):
-            assert isinstance(inputs, Sentence)
-            assert inputs.words.shape == (3, 5)
-            assert inputs.length.shape == (3,)
-
-
 def test_batches_of_a_fixed_size_and_shrink_are_refused(tmp_path: Path) -> None:
     """With fewer ranks a micro batch would need another size."""
     (outcome, _) = run_ranks(
@@ -521,16 +382,6 @@ def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:
     far = Stream(Batched(8), "train")
     assert torch.equal(far.batch(KEPT + 20)[0][0], firsts[(KEPT + 20) % 5])
     assert torch.equal(far.batch(2)[0][0], firsts[2]), "it begins again"
-
-
-def test_model_own_needs_a_script(tmp_path: Path) -> None:
-    for module in ("nanoray.train", "nanoray.launch"):
-        done = run(module, "--model", "own", "--micro_batch_size", "2", cwd=tmp_path)
-        assert done.returncode == ConfigError.exit_code
-        assert (
-            "model = own needs a script that brings the model; see examples/own_model.py"
-            in done.stderr
-        )
 
 
 @pytest.mark.parametrize("name", ["1_loop", "2_evaluation", "3_checkpoint"])
@@ -586,17 +437,3 @@ def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path, forked: dict[
     assert sorted(went_on) == ["went on as rank 0", "went on as rank 1"]
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["val_loss"] < 0.3
-
-
-def test_a_callback_example_runs_without_ray(tmp_path: Path) -> None:
-    script = shutil.copytree(EXAMPLES, tmp_path / "examples") / "own_callback.py"
-    done = run(str(script), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for line in (
-        "watching",
-        "step 40: validation loss",
-        "step 60 is on disk",
-        "finished after 120 steps",
-    ):
-        assert line in done.stdout
-    assert Rendezvous().world_size == 1

@@ -187,22 +187,15 @@ halves = ConcatDataset([Subset(DATA, range(10)), Subset(DATA, range(10, COUNT))]
 TABLE = {
     "in order": Case(lambda: two(DATA), plain(two(DATA))),
     "shuffled": Case(lambda: two(DATA, shuffle=True), shuffled),
-    "drop_last": Case(lambda: two(DATA, drop_last=True), plain(two(DATA, drop_last=True))),
     "workers": Case(lambda: two(DATA, shuffle=True, num_workers=2, prefetch_factor=3), shuffled),
-    "subset and concat": Case(lambda: two(halves), plain(two(DATA))),
     "weighted": Case(lambda: two(DATA, sampler=weighted()), None),
     "a generator": Case(lambda: two(DATA, sampler=seeded()), shuffled_by_itself()),
-    "a list as sampler": Case(
-        lambda: two(DATA, sampler=[3, 1, 2]), plain(two(DATA, sampler=[3, 1, 2]))
-    ),
     "batches of an iterable": Case(lambda: two(Streamed()), plain(two(DATA))),
     "dicts": Case(lambda: two(Named()), plain(two(DATA)), named=True),
     "dicts of texts": Case(Labelled, plain(two(DATA)), named=True),
     "counted": Case(Graphs, plain(two(DATA)), named=True),
-    "batch_size None": Case(lambda: DataLoader(Stored(), batch_size=None), plain(two(DATA))),
     "a batch_sampler": Case(lambda: DataLoader(DATA, batch_sampler=Buckets()), None),
     "an iterable": Case(Listed, None),
-    "workers of a stream": Case(lambda: fork(Streamed(), num_workers=2), None),
     "augmented": Case(lambda: two(Noisy(), shuffle=True), None),
     "augmented by workers": Case(lambda: fork(Noisy(), shuffle=True, num_workers=1), None),
     "augmented, alone": Case(Noisy, None),

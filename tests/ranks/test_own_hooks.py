@@ -32,7 +32,6 @@ from tests.harness.lasting_ranks import LastingRanks
 STEPS = 6
 BATCH = 12
 MICRO = 3
-MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 3, "micro_batch_size": MICRO}
 
 CALLS: Counter[str] = Counter()  # in a rank's process
@@ -41,12 +40,6 @@ CALLS: Counter[str] = Counter()  # in a rank's process
 @pytest.fixture(scope="module")
 def pair() -> Iterator[LastingRanks]:
     with LastingRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[LastingRanks]:
-    with LastingRanks(1) as ranks:
         yield ranks
 
 
@@ -176,8 +169,6 @@ def fit_hooked(run: Run, how: str) -> None:
     ("how", "mode", "words"),
     [
         ("before", "zero1", "without the hooks of its step"),
-        ("after", "fsdp", "without the hooks of its step"),
-        ("replaced", "zero2", "without the hooks of its step"),
         ("state_dict", "zero1", "has a state_dict() of its own"),
     ],
 )

@@ -130,26 +130,6 @@ def test_statistics_are_means_over_the_passes_that_a_norm_has_made(
     assert var == pytest.approx(y.var((0, 2, 3)), rel=0.35)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "fsdp",
-        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp", "ddp_by_hand", "zero1")),
-    ],
-)
-def test_weights_in_channels_last_train_as_others_do(tmp_path: Path, mode: str) -> None:
-    how = partial(images, how="trained")
-    plain = trained(tmp_path / "plain", 2, how, dp_mode=mode, hash_every=1)
-    last = partial(how, layout=torch.channels_last)
-    ours = trained(tmp_path / "last", 2, last, dp_mode=mode, hash_every=1)
-    assert series(ours) == pytest.approx(series(plain), abs=1e-5)
-    first = trained(tmp_path / "cut", 2, last, dp_mode=mode, stop_at=4, checkpoint_every=4)
-    rest = trained(tmp_path / "cut", 2, last, dp_mode=mode, resume="auto")
-    assert rest.folder == first.folder
-    assert series(rest) == series(ours)
-
-
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
 from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.run import RunSpec
@@ -70,26 +69,15 @@ def pair(model: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
-def hooked(model: Any) -> torch.optim.Optimizer:
-    """An AdamW with a hook that does nothing, on what it loads."""
-    optimizer = optim.AdamW(groups_of(model))
-    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: None)
-    return optimizer
-
-
 # How optimizers are made from a model: a function of a module, so that it reaches the ranks.
 MADE: dict[str, Callable[[Any], Any]] = {
     "Lion": lambda model: styles.Lion(groups_of(model)),
-    "Adan": lambda model: styles.Adan(groups_of(model)),
-    "Eager": lambda model: styles.Eager(groups_of(model)),
     "Adagrad": lambda model: optim.Adagrad(groups_of(model)),
     "ASGD": lambda model: optim.ASGD(groups_of(model), t0=2),
     "NAdam": lambda model: optim.NAdam(groups_of(model), decoupled_weight_decay=True),
-    "tensor lr": lambda model: optim.AdamW(model.parameters(), lr=torch.tensor(0.02)),
     "lr of 0": lambda model: optim.SGD(
         [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.1}]
     ),
-    "Rateless": lambda model: styles.Rateless(model.parameters(), budget=200),
     "two": pair,
     # Of whole matrices, or with values that cannot be cut.
     "Shampoo": lambda model: styles.Shampoo(model.parameters()),
@@ -99,10 +87,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
         optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=0.02),
     ],
     "ScheduleFree": lambda model: styles.ScheduleFree(model.parameters(), lr=0.1),
-    "Prodigy": lambda model: styles.Prodigy(model.parameters(), lr=1.0),
-    "hooked AdamW": hooked,
     "Mixed": lambda model: styles.Mixed(model.parameters()),
-    "Lookahead": lambda model: styles.Lookahead(optim.SGD(model.parameters(), 0.1, momentum=0.9)),
     "SGD": lambda model: optim.SGD(groups_of(model), momentum=0.9),
     "AdamW": lambda model: optim.AdamW(groups_of(model)),
     # For a resume with another one.
@@ -126,14 +111,10 @@ MADE: dict[str, Callable[[Any], Any]] = {
 }
 IN_PIECES = (
     "Lion",
-    "Adan",
-    "Eager",
     "Adagrad",
     "ASGD",
     "NAdam",
-    "tensor lr",
     "lr of 0",
-    "Rateless",
     "two",
 )
 # One in each mode: state that is there before the first step, averages, numbers besides `step`
@@ -143,10 +124,7 @@ WHOLE = (
     "Adafactor",
     "Muon and AdamW",
     "ScheduleFree",
-    "Prodigy",
     "Mixed",
-    "Lookahead",
-    "hooked AdamW",
 )
 
 # Schedulers of an optimizer.
@@ -155,10 +133,8 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(
         optimizer, max_lr=[0.05, 0.01], total_steps=STEPS
     ),
-    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5, 5], gamma=0.5),
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "function": lambda optimizer: lambda step: 1 / (1 + step),
-    "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
     "sequential": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
@@ -168,17 +144,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         ],
         milestones=[3],
     ),
-    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
-        [
-            lr_scheduler.ConstantLR(optimizer, total_iters=4),
-            lr_scheduler.StepLR(optimizer, 3, gamma=0.5),
-        ]
-    ),
-    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.05, step_size_up=3),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(
         optimizer, patience=0, threshold=10.0, factor=0.5
     ),
-    "SWALR": lambda optimizer: SWALR(optimizer, swa_lr=0.05, anneal_epochs=4),
     "two": lambda optimizer: [
         lr_scheduler.StepLR(optimizer, 2, gamma=0.7),
         lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
@@ -267,11 +235,8 @@ def check(ranks: LastingRanks, folder: Path, optimizer: str, scheduler: str, mod
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     rates, weights = plain(optimizer, scheduler)
-    if optimizer != "Rateless":
-        assert series(whole, "train/lr") == pytest.approx(rates, rel=1e-7)
-        assert series(rest, "train/lr") == series(whole, "train/lr")
-    else:
-        assert "train/lr" not in records(whole)[-1]
+    assert series(whole, "train/lr") == pytest.approx(rates, rel=1e-7)
+    assert series(rest, "train/lr") == series(whole, "train/lr")
     for name, p in weights.items():
         assert torch.allclose(theirs[name], p, atol=1e-5), name
 
@@ -297,9 +262,7 @@ def test_an_optimizer_trains_as_a_plain_loop_and_resumes_to_the_bit(
 @pytest.mark.parametrize(
     "optimizer",
     [
-        name
-        if name in ("Shampoo", "Mixed", "hooked AdamW")
-        else pytest.param(name, marks=pytest.mark.full)
+        name if name in ("Shampoo", "Mixed") else pytest.param(name, marks=pytest.mark.full)
         for name in WHOLE
     ],
 )
@@ -383,27 +346,9 @@ def test_a_checkpoint_of_another_schedule_is_refused(ranks: LastingRanks, tmp_pa
 # of the note ("": none), and the text of the error ("": it goes on).
 ANOTHER: dict[str, tuple[str, str, str, str, str]] = {
     "same keys": ("ddp", "AdamW", "plain Adam", "", "resume with the optimizer that wrote it"),
-    "same keys cut": (
-        "zero1",
-        "AdamW",
-        "plain Adam",
-        "",
-        "resume with the optimizer that wrote it",
-    ),
     "the same": ("ddp", "AdamW", "AdamW", "", ""),
-    "swapped": (
-        "ddp",
-        "Adam and SGD",
-        "SGD and Adam",
-        "",
-        "resume with the optimizer that wrote it",
-    ),
-    "some keys": ("ddp", "AdamW", "Adam and SGD", "", "resume with the optimizer that wrote it"),
-    "other keys": ("ddp", "AdamW", "Adagrad", "", "resume with the optimizer that wrote it"),
     "other keys cut": ("zero1", "AdamW", "Adagrad", "", "resume with the optimizer that wrote it"),
     "momentum gone": ("ddp", "SGD", "plain SGD", "", "but SGD needs nothing"),
-    "momentum gone cut": ("zero1", "SGD", "plain SGD", "", "but SGD needs nothing"),
-    "momentum new": ("ddp", "plain SGD", "SGD", "", "holds nothing, but SGD needs"),
     "momentum new cut": ("zero1", "plain SGD", "SGD", "no state of the optimizer for the para", ""),
     "other groups": (
         "ddp",
@@ -479,9 +424,3 @@ def test_schedulers_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
     ):  # fmt: skip
         found = refused(tmp_path, partial(main, make=make, **more), *given)
         assert found.startswith(text), found
-
-
-def test_sharded_modes_refuse_an_optimizer_of_whole_matrices(tmp_path: Path) -> None:
-    for mode in ("zero1", "zero2", "fsdp"):
-        text = refused(tmp_path / mode, partial(fit, optimizer="Adafactor"), dp_mode=mode)
-        assert text.startswith(f"dp_mode = {mode} gives the optimizer flat pieces of the paramet")

@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,32 +94,6 @@ def test_the_example_of_a_plain_script_runs(tmp_path: Path) -> None:
     assert "step 200/200 | " in done.stdout
     assert "lr 4.0e-08" in done.stdout, "OneCycleLR ends near zero"
     assert done.stdout.splitlines()[-1].endswith("quadrants [3, 0]")
-
-
-LOOKS = """
-import os, signal
-
-class Looks(nanoray.Callback):
-    def on_run_start(self, run):
-        print("during", os.environ["MINE"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
-
-config |= {"env": {"MINE": "set", "OMP_NUM_THREADS": "2"}}
-def of_the_process():
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    return *handlers, torch.get_num_threads(), torch.get_float32_matmul_precision()
-
-before = of_the_process()
-nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss, [Looks()]).fit(data, steps=1)
-after = of_the_process()
-print("after", os.environ.get("MINE"), os.environ["OMP_NUM_THREADS"], before == after)
-"""
-
-
-def test_what_it_sets_while_it_trains_is_put_back(tmp_path: Path) -> None:
-    done = run(written(tmp_path, LOOKS), env=ONE_THREAD, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "during set 2 2\n" in done.stdout
-    assert done.stdout.endswith("after None 1 True\n")
 
 
 ENDS = "[('finished', 3), ('finished', 2), ('stopped_by_script', 6)]"
@@ -319,13 +291,6 @@ def test_modules_in_the_order_of_a_set_are_refused_in_one_line(tmp_path: Path) -
     )
 
 
-def test_it_leaves_signal_handlers_as_they_were(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    engine, data = an_engine(tmp_path)
-    assert engine.fit(data, steps=2)["exit_reason"] == "finished"
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 class Interrupts(nanoray.Callback):
     """It sends this process a signal, as Ctrl-C does."""
 
@@ -352,61 +317,10 @@ def test_a_signal_ends_it_as_python_would_with_a_checkpoint(
     assert len(list((folder / "checkpoints").iterdir())) == 1
 
 
-class Closes(nanoray.Callback):
-    """It closes this process's terminal, in whose place there is a pipe."""
-
-    def __init__(self, reader: int) -> None:
-        self.reader = reader
-
-    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
-        if step == 3:
-            os.close(self.reader)
-            os.kill(os.getpid(), signal.SIGHUP)
-        print("the script prints", step)
-
-
-def test_a_terminal_that_closes_costs_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, writer = os.pipe()
-    stdout = os.fdopen(writer, "w")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    engine, data = an_engine(tmp_path, callbacks=[Closes(reader)])
-    with pytest.raises(SystemExit) as ended:
-        engine.fit(data, steps=50)
-    assert ended.value.code == 128 + signal.SIGHUP
-    assert sys.stdout is stdout, "as it was"
-    (folder,) = tmp_path.iterdir()
-    assert len(list((folder / "checkpoints").iterdir())) == 1
-    stdout.close()
-
-
-class Waits(nanoray.Callback):
-    """It gives another thread the time to stop the run."""
-
-    def on_run_start(self, run: nanoray.Run) -> None:
-        threading.Thread(target=run.stop).start()
-
-    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
-        time.sleep(0.05)
-
-
-def test_it_trains_in_a_thread_and_another_one_stops_it(tmp_path: Path) -> None:
-    engine, data = an_engine(tmp_path, callbacks=[Waits()])
-    found = []
-    thread = threading.Thread(target=lambda: found.append(engine.fit(data, steps=1000)))
-    thread.start()
-    thread.join(60)
-    assert found
-    assert found[0]["exit_reason"] == "stopped_by_script"
-    assert found[0]["step"] < 1000
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [
         ({"model": "gpt"}, "model = gpt, but the script brings its own; drop the key"),
-        ({"dp_mode": "zero9"}, "dp_mode = 'zero9': Input should be"),
         (3, "the configuration is a int; give a dict or a nanoray.Config"),
     ],
 )

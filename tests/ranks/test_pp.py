@@ -4,16 +4,13 @@ shards.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoray.bench.equivalence import ADAMW, SGD
-from nanoray.parallel.schedules import SCHEDULES, bubble
-from nanoray.tools.sample import main as sample
-from nanoray.trace.__main__ import main as timeline
+from nanoray.parallel.schedules import SCHEDULES
 from tests.harness.axes import Runs, equal, final, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools
@@ -178,32 +175,6 @@ MESHES = [  # workers, settings
 ]
 
 
-@pytest.mark.full  # unit/test_meshes has it in one process, and test_ep on ranks
-def test_any_mesh_loads_the_bits_that_any_other_saved(runs: Runs) -> None:
-    """Each saves what it has loaded, as a run that ends before its first step would, and nothing
-    changes.
-    """
-    start = runs.trained("start", 1, stop_at=2)
-    saved = final(start)
-    spec = start
-    for n, (world, settings) in enumerate(MESHES):
-        shared = {"lr": 1e-30, "min_lr": 0.0, "weight_decay": 0.0}  # the weights stay, to the bit
-        spec = runs.trained(
-            str(n),
-            world,
-            resume=str(spec.folder),
-            stop_at=3 + n,
-            max_steps=20,
-            **shared,
-            **settings,
-        )
-        mine = final(spec)
-        assert mine.model.keys() == saved.model.keys(), settings
-        for name, tensor in saved.model.items():
-            assert tensor.equal(mine.model[name]), (name, settings)
-        assert mine.optimizer.keys() == saved.optimizer.keys()
-
-
 @pytest.mark.full
 def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     alone = runs.trained("alone", 1, max_steps=8)
@@ -218,69 +189,6 @@ def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     assert {*series(spec)} == {*range(1, len(MESHES) + 1)}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("world", "mode"), [(4, "zero1"), pytest.param(2, "ddp", marks=pytest.mark.full)]
-)
-def test_the_bubble_is_measured_and_drawn_beside_the_theory(
-    runs: Runs, capsys: pytest.CaptureFixture[str], world: int, mode: str
-) -> None:
-    settings = {"comm_trace": "always", "sample_tokens": 8, "pp": 2, "dp_mode": mode}
-    spec, outcomes = runs.finished("piped", world, **settings)
-    assert 0 < len(outcomes[0]["sample"]) <= 8, "several bytes may be one character"
-    theory = 100 * bubble("1f1b", 2, 4)
-    assert outcomes[0]["comm"]["bubble_theory"] == pytest.approx(theory)
-    assert 0 < outcomes[0]["comm"]["bubble"] < 100
-    assert {*series(spec, "pipe/bubble_theory").values()} == {theory}
-    assert len(series(spec, "pipe/bubble")) >= 5
-    steps = [
-        json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
-    ]
-    for phases in steps[2]["phases"]:
-        names = [name for name, _, _ in phases]
-        assert names.count("idle") >= 2
-        assert names.count("forward") >= 1
-    buckets = [c for c in steps[2]["collectives"] if c["bucket"] is not None]
-    assert {(c["group"], c["ranks"]) for c in buckets} == ({("dp", 2)} if world == 4 else set())
-    assert timeline([str(spec.folder)]) == 0
-    assert "waits for another stage" in (spec.folder / "comm" / "timeline.svg").read_text()
-    capsys.readouterr()
-    assert sample([str(spec.folder), "--max_new_tokens", "4"]) == 0
-    assert len(capsys.readouterr().out) >= 4
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("precision", "far"), [pytest.param("bf16", 2e-2, marks=pytest.mark.full), ("fp16", 5e-3)]
-)
-def test_low_precision_in_a_pipeline_stays_near_one_process(
-    runs: Runs, precision: str, far: float
-) -> None:
-    """With fp16 the loss scale enters at the last stage, and every rank skips the same steps."""
-    alone = runs.trained("alone", 1, precision=precision)
-    piped = runs.trained("piped", 2, pp=2, precision=precision, hash_every=1)
-    assert series(piped) == pytest.approx(series(alone), abs=far)
-    if precision == "fp16":
-        assert series(piped, "train/loss_scale") == series(alone, "train/loss_scale")
-
-
 def test_a_step_that_is_not_finite_is_named_with_its_stage(runs: Runs) -> None:
     _, message = runs.failed(2, "TrainingDiverged", pp=2, faults="nan@rank=1,step=4")
     assert "at step 4 the loss is nan" in message
-
-
-@pytest.mark.full
-def test_a_flipped_bit_is_found_among_the_replicas_of_a_stage(runs: Runs) -> None:
-    settings = {
-        "pp": 2,
-        "dp_mode": "ddp_by_hand",
-        "hash_every": 2,
-        "faults": "bitflip@rank=2,step=3",
-    }
-    _, message = runs.failed(4, "StateDiverged", **settings)
-    assert "after step 4 ranks that hold the same piece of the state differ" in message
-
-
-def test_replicas_with_torch_ddp_are_refused(runs: Runs) -> None:
-    _, message = runs.failed(4, "ConfigError", pp=2, dp_mode="ddp")
-    assert "dp_mode = ddp with pp = 2 and dp = 2" in message

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.config import make_config
-from nanoray.errors import ConfigError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import whole_shards
 from nanoray.train.watch.dangers import PRECISION
-from nanoray.train.watch.precision_stats import PrecisionStats, layer_of
+from nanoray.train.watch.precision_stats import PrecisionStats
 from tests.harness.axes import Runs
 from tests.harness.ranks import records
 
@@ -55,16 +53,6 @@ def test_counts_by_hand(precision: str, lost: float) -> None:
     assert stats.measured() == {}, "once"
 
 
-def test_layers_of_names() -> None:
-    names = {
-        "blocks.3.attn.qkv.weight": "blocks.3",
-        "tok_emb.weight": "tok_emb",
-        "norm.weight": "norm",
-        "w": "w",
-    }
-    assert {name: layer_of(name) for name in names} == names
-
-
 @pytest.fixture
 def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(
@@ -101,9 +89,3 @@ def test_fp16_with_its_loss_scale_loses_little_more_than_float32(runs: Runs) -> 
     assert fp32["precision/unchanged"] < 5
     assert fp32["precision/grad_lost"] <= fp16["precision/grad_lost"] + 1e-9
     assert fp16["precision/grad_lost"] < fp32["precision/grad_lost"] + 2.0
-
-
-@pytest.mark.parametrize("value", ["on", "every=0", "every=", "always"])
-def test_other_words_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match="precision_stats = "):
-        make_config({"micro_batch_size": 1, "precision_stats": value})

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from nanoray.config import make_config
-from nanoray.errors import ConfigError
 from nanoray.trace.__main__ import main
-from nanoray.trace.profiles import ALL, FOLDER, KEY, merge, name_of, read_profiles
+from nanoray.trace.profiles import ALL, FOLDER, KEY, merge, read_profiles
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 
@@ -106,34 +104,3 @@ def test_clocks_are_set_to_rank_0s() -> None:
         "rank 0: python",
         "rank 1: python",
     ]
-
-
-def test_what_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="has no profiles; start a run with --profile"):
-        read_profiles(tmp_path)
-    folder = tmp_path / FOLDER
-    folder.mkdir()
-    whole = gzip.compress(json.dumps(profile(0, 0, 0.0, 1.0)).encode())
-    for bad in (whole[:-20], b"{}", gzip.compress(b'{"traceEvents": []}')):
-        (folder / name_of(0)).write_bytes(bad)
-        assert main([str(tmp_path), "--profile"]) == 2
-        assert "rank0.json.gz is not a whole profile" in capsys.readouterr().err
-    (folder / name_of(0)).write_bytes(whole)
-    (folder / name_of(1)).write_bytes(gzip.compress(json.dumps(profile(1, 0, 0.0, 1.0)).encode()))
-    assert main([str(tmp_path), "--profile"]) == 0
-    assert main([str(tmp_path), "--profile"]) == 0, "its own file is none of a rank's"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"profile": "5"}, "is not A:B"),
-        ({"profile": "0:3"}, "is not A:B"),
-        ({"profile": "5:5"}, "is not A:B"),
-        ({"profile": "5:8"}, "ends at step 6"),
-        ({"profile": "1:60", "max_steps": 100}, "59 steps"),
-    ],
-)
-def test_what_cannot_be_profiled(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(RECIPE | settings)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.harness.axes import Runs, equal, final
-from tests.harness.ranks import make_spec, run_ranks, series
+from tests.harness.ranks import series
 
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16_pure"},
@@ -81,12 +81,6 @@ def test_a_run_under_autocast_resumes_to_the_bit(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["bf16, stochastic", pytest.param("fp16", marks=pytest.mark.full)])
-def test_one_rank_alone_resumes_to_the_bit(runs: Runs, mode: str) -> None:
-    runs.resumed(1, 5, **MODES[mode])
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [MODES["bf16, stochastic"], pytest.param(MODES["fp16"], marks=pytest.mark.full)],
@@ -101,23 +95,6 @@ def test_modes_by_hand_have_the_same_bits(runs: Runs, settings: dict[str, Any]) 
         assert equal(final(other), final(hand))
 
 
-def test_another_seed_rounds_otherwise_and_nearest_too(runs: Runs) -> None:
-    found = [
-        final(runs.trained(f"run{i}", 1, **MODES[mode]))
-        for i, mode in enumerate(("bf16, stochastic", "bf16"))
-    ]
-    assert not equal(*found)
-
-
-@pytest.mark.full
-def test_a_mean_of_gradients_by_hand_and_by_torch_are_alike(runs: Runs) -> None:
-    """At two ranks a half is exact; only sums of micro batches in bf16 could differ, and there is
-    one.
-    """
-    a, b = (runs.trained(mode, 2, dp_mode=mode, **MODES["bf16"]) for mode in ("ddp", "ddp_by_hand"))
-    assert series(a) == pytest.approx(series(b), rel=2e-3)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_products_of_8_bits_train_near_bf16_and_resume_to_the_bit(runs: Runs, scaling: str) -> None:
@@ -129,12 +106,3 @@ def test_products_of_8_bits_train_near_bf16_and_resume_to_the_bit(runs: Runs, sc
     assert series(whole) == pytest.approx(series(near), rel=3e-2)
     assert series(whole) != series(near)
     assert {t.dtype for t in final(whole).model.values()} == {torch.float32}
-
-
-def test_tf32_is_refused_by_each_rank_without_a_gpu(text: Path, tmp_path: Path) -> None:
-    outcomes = run_ranks(make_spec(text, tmp_path, precision="tf32", max_steps=1), 1)
-    assert outcomes[0]["error"] == "ConfigError"
-    assert (
-        outcomes[0]["message"]
-        == "precision = tf32 with device = cpu: tf32 is a format of GPUs; use precision fp32"
-    )

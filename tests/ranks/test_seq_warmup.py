@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.config import Batch, load_config, resolve_batch
+from nanoray.config import Batch, load_config
 from nanoray.data.lengths import length_at
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches, TokenData
-from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import dry_run_lines
 from tests.harness.axes import Runs
 from tests.harness.ranks import records, series
 
@@ -67,60 +65,3 @@ def test_a_step_has_the_tokens_that_it_would_have_without(text: Path, tmp_path: 
             for long, short in zip(x, y, strict=True):
                 assert short.shape == (3 * 64 // length, length)
                 assert torch.equal(short.flatten(), long.flatten())
-
-
-def test_a_dry_run_tells_the_lengths(text: Path, tmp_path: Path) -> None:
-    config = load_config(
-        overrides={"dataset": str(text), "data_dir": str(tmp_path), "seq_warmup_steps": 150}
-    )
-    lines = dry_run_lines(config, [], resolve_batch(config, 2), prepare(config), "here")
-    assert "sequences  cut into 8 to step 50, 16 to step 100, 32 to step 150, then 64 tok" in lines
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"seq_warmup_steps": 2001},
-            "seq_warmup_steps = 2001 is beyond max_steps = 2000; lower it",
-        ),
-        (
-            {"block_size": 96},
-            "block_size = 96 is not 2, 4, 8, ... times 8, the tokens with which "
-            "seq_warmup_steps begins; use block_size 64 or 128",
-        ),
-        (
-            {"block_size": 8},
-            "block_size = 8 is not 2, 4, 8, ... times 8, the tokens with which "
-            "seq_warmup_steps begins; use block_size 16 or 32",
-        ),
-        (
-            {"block_size": 63},
-            "block_size = 63 is not 2, 4, 8, ... times 8, the tokens with which "
-            "seq_warmup_steps begins; use block_size 32 or 64",
-        ),
-        (
-            {"model": "resnet"},
-            "with model = resnet: only a gpt has sequences that can be cut; drop one of the two",
-        ),
-        (
-            {"tp": 2},
-            "with tp = 2: its ranks pass each other sequences of block_size tokens; drop one of "
-            "the two",
-        ),
-        (
-            {"pp": 2},
-            "with pp = 2: its ranks pass each other sequences of block_size tokens; drop one of "
-            "the two",
-        ),
-        (
-            {"compile": True},
-            "with compile = True: it would compile for each length, and a resumed run for other "
-            "ones",
-        ),
-    ],
-)
-def test_what_cannot_begin_short_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load_config(overrides={"seq_warmup_steps": 100} | settings)
-    assert message in str(refused.value)

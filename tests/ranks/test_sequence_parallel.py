@@ -4,8 +4,6 @@ pipelines, experts.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,17 +79,6 @@ def test_a_planted_bug_makes_the_matrix_red(bug: str, planted: Callable[..., Wro
     assert not wrong["sound"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_activation_checkpointing_changes_no_bit(pools: Pools, mode: str) -> None:
-    hows = ("none", "selective", "block")
-    settings = [ADAMW | {"dropout": 0.3, "activation_checkpointing": how} for how in hows]
-    found = run(
-        pools, 4, {"cut": CUT | {"dp_mode": mode}}, [{"accum": 2, "settings": s} for s in settings]
-    )
-    assert len({rank["digest"] for each in found for rank in each["ranks"]}) == 1
-
-
 def test_dropout_has_the_masks_of_tensor_parallelism(pools: Pools) -> None:
     """Each rank's masks are its own part of those that all ranks draw without it; so are losses and
     weights.
@@ -140,59 +127,3 @@ def test_a_run_resumes_to_the_bit_and_goes_on_without(runs: Runs) -> None:
     alone = runs.trained("alone", 1, resume=str(rest.folder), max_steps=8)
     assert series(plain) == pytest.approx(series(alone), abs=2e-5)
     assert not equal(final(plain), final(rest))
-
-
-@pytest.mark.full
-def test_tracing_comparing_and_evaluating_work(runs: Runs) -> None:
-    settings = {
-        "comm_trace": "always",
-        "hash_every": 2,
-        "eval_every": 3,
-        "eval_samples": 5,
-        "sample_tokens": 4,
-    }
-    spec, outcomes = runs.finished("cut", 4, **settings, **CUT, dp_mode="ddp")
-    assert 0 < len(outcomes[0]["sample"]) <= 4, "several bytes may be one character"
-    alone = runs.trained("alone", 1, eval_every=3, eval_samples=5)
-    assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
-    assert series(spec, "train/grad_norm") == pytest.approx(
-        series(alone, "train/grad_norm"), rel=1e-4
-    )
-    steps = [
-        json.loads(line) for line in (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
-    ]
-    found = [c for c in steps[2]["collectives"] if c["group"] == "tp"]
-    stream = 4 * 12 * 16 * 32  # bytes of (B, T, C)
-    phases = {
-        phase: [
-            (c["op"], c["bytes"])
-            for c in found
-            if c["phase"] == phase and c["what"] == "activations"
-        ]
-        for phase in ("forward", "backward")
-    }
-    pair = [("all_gather", stream), ("reduce_scatter", stream)]
-    assert phases["forward"] == [pair[1], *pair * 4, pair[0]], "the embedding, two blocks, lm_head"
-    assert phases["backward"] == [pair[1], *pair * 4, pair[0]], "the other way round"
-    assert [c["op"] for c in found if c["what"] == "gradients"] == ["all_reduce"]
-    assert {c["ranks"] for c in found} == {2}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("precision", "far"), [("bf16", 2e-2), ("fp16", 5e-3)])
-def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: float) -> None:
-    alone = runs.trained("alone", 1, precision=precision, max_steps=4)
-    cut = runs.trained("cut", 2, precision=precision, max_steps=4, **CUT)
-    assert series(cut) == pytest.approx(series(alone), abs=far)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(
-    any(map(str.isspace, sys.prefix)), reason="torch passes this environment's path to g++ unquoted"
-)
-def test_compiled_blocks_train_alike(runs: Runs) -> None:
-    """Collectives run eagerly between what is compiled, also those of a router's ratings."""
-    settings: dict[str, Any] = CUT | {"experts": 4, "expert_hidden": 32, "max_steps": 3}
-    eager = runs.trained("eager", 2, **settings)
-    compiled = runs.trained("compiled", 2, compile=True, init_timeout_s=120, **settings)
-    assert series(compiled) == pytest.approx(series(eager), rel=1e-4)

@@ -13,8 +13,6 @@ import pytest
 
 from nanoray.bench.equivalence import ADAMW, ENTRY, SGD
 from nanoray.checkpoint.run import RunSpec
-from nanoray.config import make_config
-from nanoray.errors import ConfigError
 from tests.harness.axes import equal, final, require_one_process
 from tests.harness.ranks import make_spec, records, run_ranks, series
 from tests.ranks.conftest import Pools
@@ -211,21 +209,6 @@ def test_a_run_goes_on_with_another_mode_and_other_ranks(text: Path, tmp_path: P
     assert len([*spec.folder.parent.iterdir()]) == 1, "all in one run"
 
 
-@pytest.mark.full
-def test_a_run_with_activation_checkpointing_has_the_losses_of_one_without(
-    text: Path, tmp_path: Path
-) -> None:
-    """The whole program, with dropout and accumulation; a resume may change it."""
-    settings = {"dp_mode": "zero1", "grad_accum_steps": 2, "max_steps": 6}
-    whole = trained(text, tmp_path / "none", 2, **settings)
-    trained(text, tmp_path / "kept", 2, **settings, activation_checkpointing="block", stop_at=3)
-    rest = trained(
-        text, tmp_path / "kept", 2, **settings, activation_checkpointing="selective", resume="auto"
-    )
-    assert series(rest) == series(whole)
-    assert equal(final(rest), final(whole))
-
-
 def test_fp16_skips_the_same_steps_on_all_ranks(text: Path, tmp_path: Path) -> None:
     """The first scales overflow; the norm, which all ranks know, decides for all of them."""
     settings = {"precision": "fp16", "dropout": 0.0, "max_steps": 6}
@@ -234,15 +217,6 @@ def test_fp16_skips_the_same_steps_on_all_ranks(text: Path, tmp_path: Path) -> N
     assert series(zero) == series(by_hand)
     assert equal(final(zero), final(by_hand))
     assert final(zero).scaler == final(by_hand).scaler
-
-
-def test_what_cannot_be_is_refused() -> None:
-    values = {"micro_batch_size": 1, "allreduce": "ring", "dp_mode": "zero1"}
-    with pytest.raises(
-        ConfigError,
-        match=r"allreduce = ring would be ignored: dp_mode = zero1 sums by its own exchan",
-    ):
-        make_config(values)
 
 
 @pytest.mark.parametrize(

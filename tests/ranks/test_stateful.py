@@ -5,9 +5,8 @@ from exactly there.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from nanoray.checkpoint.find import newest_rank_states
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import DataError
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.own.data.epochs import Sample
 from nanoray.own.data.source import OwnData, source_of
 from nanoray.own.data.stream import KEPT, Stream, pack, unpack
 from nanoray.own.engine import RuntimeEngine
@@ -216,31 +214,6 @@ def test_a_state_is_what_it_was() -> None:
         DataError, match=r"has a ndarray at state/a, which a checkpoint cannot hold"
     ):
         pack({"a": np.array([object()])})
-
-
-class Phase(str, Enum):
-    FIRST = "first"
-
-
-def test_a_state_of_subclasses_comes_back_as_what_they_extend() -> None:
-    counts: defaultdict[str, int] = defaultdict(int, a=1)
-    state = {
-        "counts": counts,
-        "phase": Phase.FIRST,
-        "place": Sample(3, "x"),
-        ("train", 0): np.int64(7),
-        "when": np.datetime64("2026-01-01"),
-        "weight": nn.Parameter(torch.ones(2)),
-    }
-    found = unpack(pack(state))
-    assert type(found["counts"]) is dict
-    assert found["counts"] == {"a": 1}
-    assert type(found["phase"]) is str
-    assert found["phase"] == "first"
-    assert found["place"] == (3, "x")
-    assert found["train", 0] == 7
-    assert found["when"] == np.datetime64("2026-01-01")
-    assert torch.equal(found["weight"], torch.ones(2))
 
 
 class WithNone(Noted):

@@ -14,12 +14,10 @@ import torch
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
-from nanoray.errors import ConfigError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.tools.inspect.__main__ import main
 from nanoray.train.watch import dangers as told
 from nanoray.train.watch import statistics
-from nanoray.train.watch.dangers import dangers
 from nanoray.train.watch.statistics import Statistics, attention_of, dead_share
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
@@ -103,25 +101,6 @@ def test_attention_and_dead_units_by_hand() -> None:
     assert dead_share(hidden).item() == 50.0
 
 
-def test_dangers_are_named() -> None:
-    fine: dict[str, float | None] = {
-        "grad_rms": 1e-3,
-        "update_ratio": 1e-3,
-        "activation_rms": 1.0,
-        "dead": 1.0,
-    }
-    assert dangers({"blocks.0": fine, "blocks.1": fine}) == {}
-    assert [*dangers({"blocks.0": fine | {"max_logit": 200.0}})] == ["exploding"]
-    assert dangers({"blocks.0": fine | {"grad_rms": None}}) == {
-        "exploding": "the gradient of blocks.0 is not finite"
-    }
-    found = dangers(
-        {"blocks.0": fine | {"grad_rms": 1e-7, "dead": 70.0}, "blocks.1": fine, "blocks.2": fine}
-    )
-    assert found["vanishing"].startswith("grad_rms of blocks.0 is 1e-07")
-    assert found["dead"].startswith("70 % of the hidden units of blocks.0")
-
-
 def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:
     """A step that is done again replaces its record, and one whose gradient is not finite has a
     null.
@@ -148,12 +127,3 @@ def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:
     assert without_scale == pytest.approx(grad.square().mean().sqrt().item() / 4, rel=1e-4)
     assert [line.split(" at ")[0] for line in said] == ["warning  exploding"]
     assert not model.norm._forward_hooks
-
-
-@pytest.mark.parametrize("settings", [{"dp_mode": "zero2"}, {"tp": 2}, {"pp": 2}])
-def test_what_rank_0_does_not_have_is_refused(settings: dict[str, Any]) -> None:
-    (key,) = settings
-    with pytest.raises(
-        ConfigError, match=rf"statistics_every = 5 with {key} = {settings[key]}: .*; use {key} "
-    ):
-        make_config({"micro_batch_size": 1, "statistics_every": 5} | settings)

@@ -124,24 +124,6 @@ def test_a_run_resumes_to_the_bit(runs: Runs, tp: int, mode: str, world: int) ->
     runs.resumed(world, 5, tp=tp, dp_mode=mode, dropout=0.1)
 
 
-@pytest.mark.full
-def test_any_mesh_goes_on_with_what_any_other_saved(runs: Runs) -> None:
-    """Weights and optimizer state are cut anew each time: by heads, by slices, by rows, and not at
-    all.
-    """
-    meshes = [
-        (2, 2, "ddp"),
-        (1, 1, "ddp"),
-        (4, 4, "ddp"),
-        (2, 4, "zero1"),
-        (1, 3, "ddp"),
-        (2, 4, "fsdp"),
-        (4, 4, "ddp"),
-        (1, 3, "zero2"),
-    ]
-    runs.gone_on([(world, {"tp": tp, "dp_mode": mode}) for tp, world, mode in meshes], far=2e-4)
-
-
 def test_tracing_comparing_evaluating_and_sampling_work(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,19 +173,3 @@ def test_a_flipped_bit_is_found_among_the_ranks_that_hold_the_piece(runs: Runs) 
 def test_a_step_that_is_not_finite_is_named(runs: Runs) -> None:
     _, message = runs.failed(2, "TrainingDiverged", tp=2, faults="nan@rank=1,step=4")
     assert "at step 4 the loss is nan" in message
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("precision", "far"), [pytest.param("bf16", 2e-2, marks=pytest.mark.full), ("fp16", 5e-3)]
-)
-def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: float) -> None:
-    settings = {"precision": precision, "max_steps": 5}
-    alone = runs.trained("alone", 1, **settings)
-    cut = runs.trained("cut", 2, tp=2, **settings)
-    assert series(cut) == pytest.approx(series(alone), abs=far)
-
-
-def test_ranks_that_tp_does_not_divide_are_refused(runs: Runs) -> None:
-    _, message = runs.failed(3, "ConfigError", tp=2)
-    assert "ranks = dp*tp, but tp = 2 does not divide 3 rank(s); use 4 workers" in message

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -35,8 +34,7 @@ from nanoray.own.program import Program
 from nanoray.own.run import Run
 from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.train.track.mlflow_tracker import allowed_name
-from nanoray.train.track.tracker import Results, Tracker, without_passwords
+from nanoray.train.track.tracker import Results, Tracker
 from nanoray.train.track.tracking import Tracking, require_tracker
 from tests.harness import own_runs
 from tests.harness.commands import run
@@ -46,7 +44,6 @@ from tests.harness.wandb_file import read_offline
 
 pytestmark = needs("mlflow", "wandb")
 
-EXAMPLES = Path(nanoray.__file__).parent.parent / "examples"
 SECRET = "hunter2-do-not-store"
 UNSET = ("WANDB_", "MLFLOW_", "NETRC")
 
@@ -179,52 +176,6 @@ def test_mlflow_has_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> No
     assert found.data.tags["nanoray.exit_reason"] == "finished"
 
 
-# The part of Aim that examples/aim_callback.py calls; what it is told goes into a file.
-AIM = """
-import json
-from pathlib import Path
-
-class Repo:
-    @staticmethod
-    def from_path(path, init):
-        (Path(path) / ".aim").mkdir()
-
-class Run(dict):
-    def __init__(self, run_hash, repo, experiment, **settings):
-        self.hash, self.repo, self.rows = run_hash or "h1", repo, []
-
-    def track(self, value, name, step):
-        self.rows.append([name, step, value])
-
-    def close(self):
-        told = {"name": self.name, "rows": self.rows} | self
-        Path(self.repo, "told.json").write_text(json.dumps(told))
-"""
-
-
-def test_the_example_of_a_callback_for_aim(tmp_path: Path) -> None:
-    """With a stand-in: the package wants another `filelock` than the pins of constraints.txt."""
-    script = shutil.copytree(EXAMPLES, tmp_path / "examples") / "aim_callback.py"
-    (script.parent / "aim.py").write_text(AIM)
-    done = run(str(script), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "callback" not in done.stderr, done.stderr
-    told = json.loads((tmp_path / "runs" / "told.json").read_text())
-    folder = tmp_path / "runs" / told["name"]
-    assert (folder / "aim.txt").read_text() == "h1"
-    assert told["config"]["global_batch_size"] == 96
-    assert told["results"]["exit_reason"] == "finished"
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    written = [json.loads(line) for line in lines]
-    losses = [[row["step"], row["train/loss"]] for row in written if "train/loss" in row]
-    assert [row[1:] for row in told["rows"] if row[0] == "train/loss"] == losses
-
-
-def test_a_flag_for_aim_names_the_example(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"track = 'aim'.*callback of examples/aim_callback\.py"):
-        make_config({"track": "aim"})
-
-
 def test_a_missing_key_refuses_the_run_on_all_ranks_before_step_1(tmp_path: Path) -> None:
     spec = open_own(tmp_path, max_steps=4, track="wandb")
     outcomes = run_ranks(
@@ -271,26 +222,6 @@ def test_a_missing_package_is_one_line_before_step_1(
 
 
 # A tracker that fails, hangs, or is slow.
-
-
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [
-        ("train/loss", "train/loss"),
-        ("a.b-c_d e/f", "a.b-c_d e/f"),
-        ("größe", "größe"),
-        ("loss (%)", "loss ___"),
-        ("a//b", "a_b"),
-        ("../a", "_a"),
-        ("/a/", "_a_"),
-        (".", "_"),
-    ],
-)
-def test_names_are_such_as_mlflow_takes(name: str, allowed: str) -> None:
-    from mlflow.utils.validation import _validate_metric_name
-
-    assert allowed_name(name) == allowed
-    _validate_metric_name(allowed)
 
 
 class Odd:
@@ -370,18 +301,6 @@ def test_a_tracker_that_fails_or_hangs_gives_one_warning(
     assert warning.startswith(note)
     assert seconds < 5
     assert tracker.results is None
-
-
-def test_what_a_tracker_gets_at_the_end(tmp_path: Path) -> None:
-    tracker = Odd(nothing, nothing)
-    tracking = Tracking(tracker, open_own(tmp_path), print)
-    for step in (1, 2):
-        tracking.on_record({"step": step, "time": 0.0, "train/loss": 1.0})
-    tracking.on_failure(ValueError("text of the script"))
-    tracking.close()
-    assert tracker.steps == [1, 2]
-    assert tracker.results == Results({"exit_reason": "failed: ValueError"}, "", "failed")
-    assert without_passwords(f"https://me:{SECRET}@a.org/b?c=d@e") == "https://a.org/b?c=d@e"
 
 
 @contextmanager

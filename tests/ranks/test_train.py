@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,13 +20,11 @@ import pytest
 import torch
 
 import nanoray
-import nanoray.train.hardware as training_hardware
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.tools.sample import main as sample
 from nanoray.train.agree import find_checkpoint
 from tests.harness.commands import Command, run
 from tests.harness.ports import free_port
@@ -154,24 +151,6 @@ def test_clocks_that_differ_by_days_change_nothing(text: Path, tmp_path: Path) -
     assert newest_valid(spec.checkpoints)[0].path.name == f"step_{max(series(clean)):08d}"  # type: ignore[union-attr]
 
 
-def a_cpu_of_its_own() -> None:
-    """Let this process see another processor than the others."""
-    training_hardware.cpu_name = lambda: f"CPU {os.getpid()}"  # type: ignore[assignment]
-
-
-def test_ranks_on_different_hardware_are_named(text: Path, tmp_path: Path) -> None:
-    """They may train together: gradients are summed, and every rank updates with the same sum."""
-    for name, first in (("alike", None), ("apart", a_cpu_of_its_own)):
-        spec = make_spec(text, tmp_path / name)
-        for outcome in run_ranks(spec, 2, first=first):
-            assert outcome["exit_reason"] == "finished"
-        told = re.findall(
-            r"different hardware: rank 0 CPU \d+ \(\w.*\); rank 1 CPU \d+ \(\w.*\)\. The",
-            spec.log(0).read_text(),
-        )
-        assert len(told) == (first is not None)
-
-
 def test_a_resumed_run_continues_its_average_its_clock_and_its_summary(
     text: Path, tmp_path: Path
 ) -> None:
@@ -221,13 +200,6 @@ def test_validation_loss_is_the_same_at_every_world_size(text: Path, tmp_path: P
     assert list(one.values()) == pytest.approx(list(three.values()), abs=2e-5)
 
 
-def test_eval_every_0_never_evaluates(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path, eval_every=0, max_steps=2)
-    (outcome,) = train(spec, 1)
-    assert outcome["val_loss"] is None
-    assert not series(spec, "val/loss")
-
-
 def test_fp16_skips_the_same_steps_on_every_rank(text: Path, tmp_path: Path) -> None:
     """A loss scale that overflows at first: both ranks skip, the scale falls, training goes on."""
     spec = make_spec(text, tmp_path, precision="fp16", max_steps=12)
@@ -269,42 +241,6 @@ def test_divergence_stops_all_ranks_and_no_bad_checkpoint_is_written(
     assert not list(spec.checkpoints.iterdir())
 
 
-def test_a_loss_that_is_not_finite_names_the_samples(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path, optimizer="sgd", grad_clip=0, lr=1e30, warmup_steps=0)
-    outcomes = run_ranks(spec, 2)
-    assert [o["error"] for o in outcomes] == ["TrainingDiverged"] * 2
-    assert "at step 2 the loss is nan" in outcomes[1]["message"]
-    assert "samples 12 to 23); repeated, it is not finite again: lower lr" in outcomes[1]["message"]
-
-
-@pytest.mark.full
-def test_a_slow_disk_is_no_failed_collective(text: Path, tmp_path: Path) -> None:
-    """Rank 0 takes longer than the collectives' timeout to write: the others wait where patience is
-    long.
-    """
-    plan = "slow@rank=0,step=4,phase=checkpoint,seconds=9"
-    spec = make_spec(text, tmp_path, checkpoint_every=4, timeout_s=6, faults=plan)
-    train(spec, 2)
-    assert json.loads((spec.folder / "faults.jsonl").read_text())["kind"] == "slow", (
-        "the fault did not fire"
-    )
-    assert len(records(spec)) == TINY["max_steps"]
-
-
-def test_a_checkpoint_knows_only_the_validation_loss_of_its_own_step(
-    text: Path, tmp_path: Path
-) -> None:
-    spec = make_spec(
-        text, tmp_path, eval_every=4, checkpoint_every=3, max_steps=7, keep_checkpoints=9
-    )
-    train(spec, 1)
-    steps = {
-        p.name: json.loads((p / "state.json").read_text())["meta"]
-        for p in spec.checkpoints.iterdir()
-    }
-    assert [steps[f"step_0000000{s}"]["val_loss"] is None for s in (3, 6, 7)] == [True, True, False]
-
-
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(text: Path, tmp_path: Path) -> None:
     """In mid-run it costs a warning; at the end it would cost the run."""
     spec = make_spec(text, tmp_path, checkpoint_every=5)
@@ -342,48 +278,6 @@ def test_only_damaged_checkpoints_are_not_a_fresh_start(text: Path, tmp_path: Pa
     ):
         find_checkpoint(spec.next_attempt())
     assert find_checkpoint(spec) == ("", 0, ()), "a fresh first attempt does not look"
-
-
-def without_tiktoken() -> None:
-    sys.modules["tiktoken"] = None  # type: ignore[assignment]  # importing it fails
-
-
-def test_a_sample_that_fails_does_not_fail_the_training(tmp_path: Path) -> None:
-    """GPT-2's tokens train without the vocabulary, but have no text without it."""
-    for name in ("train.bin", "val.bin"):
-        (tmp_path / name).write_bytes(b"\xc8\1\xd2\7" * 250)
-    (tmp_path / "meta.json").write_text('{"dtype": "uint16", "tokenizer": {"kind": "gpt2"}}')
-    spec = make_spec(tmp_path, tmp_path / "out", sample_tokens=5, max_steps=2, warmup_steps=1)
-    (outcome,) = run_ranks(spec, 1, first=without_tiktoken)
-    assert outcome["exit_reason"] == "finished"
-    assert outcome.get("sample") is None
-    log = spec.log(0).read_text()
-    assert "no sample of text: tokenizer gpt2 needs tiktoken" in log
-
-
-def test_a_sample_without_a_prompt_where_no_newline_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A text without one, and token files without a tokenizer: at the end of a run, and after it."""
-    text, ids = tmp_path / "text.txt", tmp_path / "ids"
-    text.write_text("bcdefgh " * 500)
-    ids.mkdir()
-    (ids / "meta.json").write_text('{"vocab_size": 5, "dtype": "uint16"}')
-    for name in ("train.bin", "val.bin"):
-        (ids / name).write_bytes(b"\1\0\2\0" * 500)
-    for path, start, tokenizer in ((text, " ", "char"), (ids, "0 ", "auto")):
-        spec = make_spec(
-            path,
-            tmp_path / tokenizer,
-            tokenizer=tokenizer,
-            max_steps=2,
-            warmup_steps=1,
-            sample_tokens=5,
-        )
-        (outcome,) = train(spec, 1)
-        assert outcome["sample"].startswith(start)
-        assert sample([str(spec.folder), "--max_new_tokens", "5"]) == 0
-        assert capsys.readouterr().out.startswith(start)
 
 
 def test_a_gpu_without_memory_for_one_sequence_says_what_needs_less(
@@ -442,18 +336,6 @@ def test_a_rank_with_other_tokens_on_its_disk_is_refused(text: Path, tmp_path: P
     assert "rank 1 has dataset (sha256) = " in outcomes[1]["message"]
 
 
-def test_a_rank_whose_tokens_were_overwritten_is_refused(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path / "a")
-    with (spec.dataset.path / "train.bin").open("r+b") as file:
-        file.write(bytes(1000))
-    try:
-        (outcome,) = run_ranks(spec, 1)
-    finally:
-        shutil.rmtree(spec.dataset.path)  # other tests share the cache
-    assert outcome["error"] == "DataError"
-    assert "dataset changed: train.bin and val.bin of" in outcome["message"]
-
-
 @pytest.mark.full
 def test_a_rank_with_other_code_is_refused(text: Path, tmp_path: Path) -> None:
     """A constant of its sample order differs: before, it trained along without a word."""
@@ -494,12 +376,6 @@ def test_a_rank_with_other_code_is_refused(text: Path, tmp_path: Path) -> None:
         said.append(ours.errors)
     assert [theirs.returncode, ours.returncode] == [3, 3], said
     assert all("rank 1 has code of nanoray (sha256) = " in text for text in said)
-
-
-def test_resume_names_the_other_shape(text: Path, tmp_path: Path) -> None:
-    train(spec := make_spec(text, tmp_path, max_steps=2, warmup_steps=1), 1)
-    with pytest.raises(CheckpointError, match="n_layer is 2 there and 3 here"):
-        make_spec(text, tmp_path, n_layer=3, resume=str(spec.folder))
 
 
 def test_run_folder_holds_what_it_should(text: Path, tmp_path: Path) -> None:

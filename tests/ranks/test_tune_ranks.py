@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.mesh import join
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.train.arm import FOLDER
 from tests.harness.commands import run, torchrun
 from tests.harness.ranks import make_spec, run_ranks
 
@@ -160,52 +158,6 @@ def test_arms_stay_while_they_are_compared(text: Path, tmp_path: Path) -> None:
             # What an arm holds beside others, and the losses of later steps, say nothing about it.
             assert (trial["peak_bytes"], trial["loss"]) == (first["peak_bytes"], first["loss"])
             assert trial["step_s"] > 0
-
-
-def test_an_arm_leaves_out_what_a_run_does_in_a_few_steps_alone(text: Path, tmp_path: Path) -> None:
-    """A profile, and the short sequences of the first steps."""
-    present = partial(measure_choices, choices=({},))
-    once = {"profile": "1:3", "seq_warmup_steps": 30}
-    losses = []
-    for name, settings in {"plain": {}, "once": once}.items():
-        spec = make_spec(text, tmp_path / name, precision="fp32", max_steps=40, **settings)
-        (outcome,) = run_ranks(spec, 1, train=present, timeout_s=60)
-        assert "error" not in outcome, outcome
-        losses.append(outcome["found"][0]["loss"])
-    assert losses[0] == losses[1]
-    assert not (spec.folder / FOLDER / "profile").exists()
-    assert not (spec.folder / FOLDER / "memory").exists()
-
-
-def note_settings(
-    spec: RunSpec, rendezvous: Rendezvous, *parts: Any, **named: Any
-) -> dict[str, Any]:
-    """Measure choices on a rank that has two threads; return torch's settings in the steps of each."""
-    from nanoray.train.engine import Engine
-
-    seen: list[Any] = []
-    judge = Engine.judge
-
-    def note_and_judge(self: Engine, *given: Any) -> Any:
-        any_size = torch._dynamo.config.automatic_dynamic_shapes
-        seen.append([torch.get_num_threads(), any_size])
-        return judge(self, *given)
-
-    choices = ({}, {"cpus_per_worker": 1.0}, {"attention": "plain"}, {"compile": True})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "judge", note_and_judge)
-        patch.setattr(torch.nn.Module, "compile", lambda *given, **named: None)
-        patch.setattr(torch, "compile", lambda function, **named: function)
-        measure_choices(spec, replace(rendezvous, threads=2), *parts, **named, choices=choices)
-    return {"seen": [what for what, _ in groupby(seen)], "exit_reason": "finished"}
-
-
-def test_the_settings_of_one_choice_are_not_those_of_the_next(text: Path, tmp_path: Path) -> None:
-    """Threads; and a compiled one has code for its own sizes alone."""
-    spec = make_spec(text, tmp_path, precision="fp32")
-    (outcome,) = run_ranks(spec, 1, train=note_settings, timeout_s=60)
-    assert "error" not in outcome, outcome
-    assert outcome["seen"] == [[2, True], [1, True], [2, True], [2, False]]
 
 
 # Compiling takes most of the time of a search

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanoray.base.storage.store import Store
 from nanoray.checkpoint.files import load, peek
 from nanoray.checkpoint.manifest import MANIFEST
-from nanoray.checkpoint.upload.__main__ import main as upload_by_hand
-from nanoray.checkpoint.upload.fetch import fetch_named
 from nanoray.checkpoint.upload.process import Upload
-from nanoray.config import load_settings
 from nanoray.errors import ConfigError
 from tests.harness.commands import Command, run
 from tests.harness.packages import needs
-from tests.harness.ports import closed_port
 from tests.harness.s3 import (
     BUCKET,
     S3Server,
@@ -220,94 +213,6 @@ def test_auto_finds_the_run_there_but_takes_what_is_newer_here(
 
 
 @pytest.mark.full
-def test_the_url_of_one_checkpoint_begins_a_new_run(
-    sent: Path, server: S3Server, tmp_path: Path
-) -> None:
-    done = run(
-        *("nanoray.train", "--resume", f"{URL}/{sent.name}/checkpoints/step_00000008"),
-        *("--out_dir", str(tmp_path / "b"), "--stop_at", "10", "--upload", ""),
-        env=shell(server.url),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "from step 8 of" in done.stdout
-    assert len(list((tmp_path / "b").iterdir())) == 2
-
-
-@pytest.mark.full
-def test_what_cannot_work_is_refused_before_a_run_begins(
-    server: S3Server, recipe: Path, tmp_path: Path
-) -> None:
-    done = run(
-        *("nanoray.train", "--config", str(recipe), "--upload", "s3://no-such-bucket/x"),
-        *("--out_dir", str(tmp_path / "runs")),
-        env=shell(server.url),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: upload = s3://no-such-bucket/x cannot be used: cannot wr")
-    assert "The specified bucket does not exist" in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.full
-def test_without_credentials_it_is_refused(server: S3Server, recipe: Path, tmp_path: Path) -> None:
-    env = {name: value for name, value in shell(server.url).items() if "ACCESS_KEY" not in name}
-    env |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
-    for flags in (["--upload", URL], ["--resume", f"{URL}/2026-11-26_125419_x"]):
-        done = run(
-            *("nanoray.launch", "--config", str(recipe), "--out_dir", str(tmp_path / "runs")),
-            *flags,
-            env=env,
-            cwd=tmp_path,
-        )
-        assert done.returncode == 2, done.stderr
-        assert "NoCredentialsError" in done.stderr
-        assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.full
-def test_a_server_that_is_gone_for_good_costs_a_warning_and_the_command_sends_the_rest(
-    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"s3://{BUCKET}/gone-{os.getpid()}"
-    with s3_server() as server, proxy_before(server) as proxy:
-        flags = ["--checkpoint_every", "4", "--upload", url, "--upload_timeout", "15"]
-        command = start(
-            recipe,
-            tmp_path / "a",
-            *(*flags, "--stop_at", "20", "--faults", WAITS.format(6)),
-            endpoint=proxy.url,
-        )
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        there = Store(url)
-        wait_until(lambda: any("step_00000012/manifest" in name for name in there.sizes("")))
-        proxy.cut()
-        code = command.wait(120)
-        output = command.output
-        assert code == 0, output
-        (folder,) = (tmp_path / "a").iterdir()
-        assert losses(folder) == losses(undisturbed)
-        (line,) = [line for line in output.splitlines() if "sends the rest" in line]
-        assert f"warning  upload: not all is at {url}/{folder.name} yet; " in line
-        assert "it is tried again" in output
-        assert uploaders(url) == set()
-
-        # What the line says.
-        written = re.search(r"; nanoray (upload .*) sends the rest", line)
-        assert written
-        _, *words = shlex.split(written[1])
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        assert upload_by_hand(words) == 0
-        assert whole_there(there, folder.name)[-1] == "step_00000020"
-        assert "summary.json" in Store(f"{url}/{folder.name}").sizes("")
-
-        # By hand to a server that is gone, without a URL, and for what is no run.
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert upload_by_hand([str(folder)]) == 1
-
-
-@pytest.mark.full
 def test_a_server_lost_in_the_middle_of_a_checkpoint_has_it_whole_afterwards(
     recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,33 +244,6 @@ def test_a_server_lost_in_the_middle_of_a_checkpoint_has_it_whole_afterwards(
 
 
 @pytest.mark.full
-def test_a_slow_server_slows_no_step(
-    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With keep_checkpoints 1 a checkpoint is removed while it is sent, and named."""
-    url = f"s3://{BUCKET}/slow"
-    with s3_server() as server, proxy_before(server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        there = Store(url)
-        proxy.bytes_per_s = 60e3
-        flags = ["--checkpoint_every", "4", "--keep_checkpoints", "1", "--eval_every", "0"]
-        flags += ["--upload", url, "--stop_at", "20"]
-        faults = "slow@rank=0,step=5,seconds=6"
-        command = start(recipe, tmp_path / "a", *flags, "--faults", faults, endpoint=proxy.url)
-        wait_until(lambda: any("step_00000004/" in name for name in there.sizes("")))
-        (folder,) = (tmp_path / "a").iterdir()
-        assert not whole_there(there, folder.name), "the server was not slow"
-        # All further steps are done while the first checkpoint is on its way.
-        wait_until(lambda: len(records_of(folder)) == 20)
-        assert not whole_there(there, folder.name), "steps waited for the server"
-        proxy.bytes_per_s = float("inf")
-        assert command.wait(120) == 0, command.output
-        assert losses(folder) == losses(undisturbed)
-        assert "step_00000004 was removed or replaced here before it was sent" in command.output
-        assert whole_there(there, folder.name) == ["step_00000020"]
-
-
-@pytest.mark.full
 def test_rank_0_of_a_launcher_killed_during_an_upload_leaves_nothing_and_a_resume_sends_the_rest(
     recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,80 +272,3 @@ def test_rank_0_of_a_launcher_killed_during_an_upload_leaves_nothing_and_a_resum
         assert done.returncode == 0, done.stderr
         assert whole_there(there, folder.name) == ["step_00000012", "step_00000020"]
         assert losses(folder) == losses(undisturbed)
-
-
-SCRIPT = """
-import sys
-import torch
-import nanoray
-from torch.utils.data import TensorDataset
-
-def main(run: nanoray.Run) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(48, 3)
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = nanoray.RuntimeEngine(model, optimizer, run, torch.nn.functional.mse_loss)
-    engine.fit(TensorDataset(x, x.sum(1, keepdim=True)), steps=int(sys.argv[1]))
-
-config = {"global_batch_size": 12, "checkpoint_every": 3, "out_dir": sys.argv[2], "timeout_s": 20}
-config |= {"upload": sys.argv[3], "resume": sys.argv[4], "tensorboard": False, "log_every": 1}
-raise SystemExit(nanoray.launch(main, config, ray=False))
-"""
-
-
-@pytest.mark.full
-def test_a_script_of_a_users_own_in_a_folder_with_a_space(tmp_path: Path) -> None:
-    """Plain Python, and file://: no server and no package."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    url = f"file://{tmp_path}/a bucket/my runs"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-
-    def call(steps: int, out: str, resume: str, where: str = url) -> Any:
-        words = [str(script), str(steps), str(tmp_path / out), where, resume]
-        done = run(*words, env=env, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (folder,) = (tmp_path / out).iterdir()
-        return folder, done.stdout
-
-    first, output = call(6, "here", "none")
-    assert f"upload   {url}/{first.name}: all is there, newest step_00000006" in output
-    second, output = call(9, "there", f"{url}/{first.name}")
-    assert f"step_00000006 fetched from {url}/{first.name}" in output
-    third, _ = call(9, "straight", "none", "")
-    assert losses(second) == losses(third)
-    assert second.name == first.name
-
-
-def test_words_of_the_command_by_hand_are_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert upload_by_hand([str(tmp_path)]) == 2
-    (tmp_path / "config.json").write_text('{"upload": ""}')
-    assert upload_by_hand([str(tmp_path)]) == 2
-    assert upload_by_hand([str(tmp_path), "s3://a:b@c"]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert "is no run's folder: it has no config.json" in errors[0]
-    assert "has no key upload; give the URL, too" in errors[1]
-    assert "credentials in a URL would be written" in errors[2]
-
-
-@pytest.mark.full
-def test_a_resume_from_a_server_that_does_not_answer_is_refused(
-    recipe: Path, tmp_path: Path
-) -> None:
-    with closed_port() as port:
-        done = run(
-            *("nanoray.train", "--config", str(recipe), "--resume", f"{URL}/2026-11-26_125419_x"),
-            *("--out_dir", str(tmp_path / "runs")),
-            env=shell(f"http://127.0.0.1:{port}"),
-            cwd=tmp_path,
-        )
-    assert done.returncode == 2, done.stderr
-    assert "try again when the storage answers" in done.stderr
-
-
-def test_a_local_path_is_left_alone() -> None:
-    settings = load_settings(preset="tiny", overrides={"resume": "runs/x"})
-    assert fetch_named(settings) is settings

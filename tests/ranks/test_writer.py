@@ -9,15 +9,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +26,7 @@ from nanoray.checkpoint import writer
 from nanoray.checkpoint.files import load
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec, write_attempt
-from nanoray.checkpoint.writer import AttemptOver, CheckpointWriter, Snapshot
+from nanoray.checkpoint.writer import AttemptOver, CheckpointWriter
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
@@ -183,13 +180,8 @@ def test_an_update_waits_for_a_copy_that_is_late(text: Path, tmp_path: Path, mod
     assert all(r["time/checkpoint_s"] > 0.4 > r["time/step_ms"] / 1e3 for r in paused), paused
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "a flipped bit",
-        *(pytest.param(how, marks=pytest.mark.full) for how in ("no manifest", "a lost tail")),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["a flipped bit", "no manifest"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     text: Path, tmp_path: Path, how: str
 ) -> None:
@@ -203,9 +195,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
         (six / "manifest.json").unlink()
     else:
         data[-1] ^= 16
-        (six / "optimizer.safetensors").write_bytes(
-            data if how == "a flipped bit" else data[:-4096]
-        )
+        (six / "optimizer.safetensors").write_bytes(data)
     rest = make_spec(text, tmp_path / "parts", resume="auto")
     (outcome,) = run_ranks(rest, 1)
     assert outcome["resumed_from"].endswith("step_00000003")
@@ -256,41 +246,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_of_cuda_tensors(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path)
-    saver, w = saver_of(spec), torch.zeros(1 << 24, device="cuda")
-    for step in range(1, 6):
-        w += 1
-        saver.save(ALONE, StateDict({"w": w}, {"step.w": w[:1]}, [], {}, {"step": step}))
-        w += 0.5  # ordered after the copy
-        w -= 0.5
-        saver.close()
-        assert load(spec.checkpoints / f"step_0000000{step}").model["w"].eq(step).all()
-    assert saver._snapshot
-    assert saver._snapshot._memory.is_pinned()
-
-
-def test_other_shapes_get_other_memory(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path)
-    saver = saver_of(spec)
-    for step, numel in ((1, 64), (2, 640), (3, 6)):
-        saver.save(ALONE, make(step, numel))
-    saver.close()
-    assert load(spec.checkpoints / "step_00000003").model["w"].tolist() == [3.0] * 6
-
-
 # -------------------------------------------------------------------------------------------------- beside training
-
-
-def test_one_that_was_removed_since_is_written_again_at_the_end(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path)
-    saver = saver_of(spec)
-    saver.save(ALONE, make(3))
-    wait_for(saver)
-    shutil.rmtree(spec.checkpoints)
-    saver.save(ALONE, make(3), final=True)
-    assert steps(spec) == [3]
 
 
 @pytest.mark.full
@@ -320,31 +276,6 @@ def test_training_waits_for_the_copy_and_the_next_checkpoint_for_the_disk(
     start = time.monotonic()
     saver.save(ALONE, make(3), final=True)
     assert time.monotonic() - start < 0.8, "it is there already"
-
-
-@pytest.mark.full
-def test_a_run_on_a_slow_disk(text: Path, tmp_path: Path) -> None:
-    """A checkpoint a step: every pause is the one before's write, and no part of a step."""
-    spec = make_spec(text, tmp_path, checkpoint_every=1, keep_checkpoints=9, max_steps=5)
-    # A write takes 1.75 s or more
-    (_, outcome) = run_ranks(spec, 2, first=partial(slow_disk, 0.25))
-    assert "error" not in outcome, outcome
-    assert steps(spec) == list(range(1, 6))
-    waits = re.findall(
-        r"waited ([\d.]+) s for the checkpoint of step (\d), still being", spec.log(0).read_text()
-    )
-    assert [int(step) for _, step in waits] == list(range(1, 6))
-    late = [r for r in records(spec) if r["step"] >= 3]
-    assert all(r["time/checkpoint_s"] > 0.5 and r["time/checkpoint_write_s"] > 0.5 for r in late)
-    assert median(r["time/step_ms"] for r in late) < 1000, "a pause is no part of a step"
-
-
-def test_sync_waits_for_the_disk(text: Path, tmp_path: Path, slow: None) -> None:
-    spec = make_spec(text, tmp_path, checkpoint_mode="sync")
-    saver, state = saver_of(spec), make(1)
-    saver.save(ALONE, state)
-    assert (saver.committed, saver.busy, steps(spec)) == (1, False, [1])
-    assert saver._snapshot is None, "no copy is needed"
 
 
 def test_an_exception_does_not_lose_the_checkpoint_that_is_being_written(
@@ -433,22 +364,6 @@ def test_the_third_failure_in_a_row_ends_all_ranks_alike(
     assert "checkpoint of step 6 skipped, which ends the run" in log
 
 
-def test_failures_that_are_not_in_a_row_end_nothing(text: Path, tmp_path: Path) -> None:
-    spec, notes = make_spec(text, tmp_path, keep_checkpoints=9), list[str]()
-    saver = saver_of(spec, notes)
-    for step in range(1, 10):
-        in_the_way = spec.checkpoints / f"step_0000000{step}"
-        if step % 3:
-            in_the_way.write_text("a file where the folder should be")
-        saver.save(ALONE, make(step))
-        wait_for(saver)
-    saver.close()
-    assert len(notes) == 6
-    assert all(
-        load(spec.checkpoints / f"step_0000000{step}").meta["step"] == step for step in (3, 6, 9)
-    )
-
-
 def test_a_full_disk_costs_a_checkpoint_and_no_step(text: Path, tmp_path: Path) -> None:
     # Until the checkpoint of step 2 is written
     plan = "slow@rank=0,step=4,phase=forward,seconds=2;"
@@ -465,61 +380,6 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(text: Path, tmp_path: Path) 
     clean = make_spec(text, tmp_path / "clean", max_steps=8)
     run_ranks(clean, 2)
     assert series(spec) == series(clean)
-
-
-@pytest.mark.full
-def test_a_read_only_file_system_leaves_what_is_there(text: Path, tmp_path: Path) -> None:
-    """A bind mount that this command alone sees. Training ends, and then says that its last
-    checkpoint failed.
-    """
-    unshare = ["unshare", "--map-root-user", "--mount"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*unshare, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("needs mount namespaces")
-    spec = make_spec(text, tmp_path / "runs", stop_at=4)
-    run_ranks(spec, 1)
-    del spec.__dict__["lock"]  # that command has ended
-    folder = spec.checkpoints
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    script = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
-    train = [
-        sys.executable,
-        "-m",
-        "nanoray.train",
-        "--resume",
-        str(spec.folder),
-        "--checkpoint_every",
-        "2",
-    ]
-    train += ["--out_dir", str(tmp_path / "runs")]
-    done = subprocess.run(
-        [*unshare, "sh", "-c", script, "sh", str(folder), *train],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "error: cannot write checkpoint step_00000008" in done.stderr
-    assert "Read-only file system" in done.stderr
-    assert "checkpoint of step 6 skipped, training goes on" in done.stdout
-    assert [r["step"] for r in records(spec)] == list(range(1, 9))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_too_little_memory_for_a_copy_says_what_to_do(text: Path, tmp_path: Path) -> None:
-    spec, notes = make_spec(text, tmp_path), list[str]()
-    saver = saver_of(spec, notes)
-    vast = torch.zeros(1).expand(1 << 45)  # 2^47 bytes of address space, none of memory
-    saver.save(ALONE, StateDict({"w": vast}, {}, [], {}, {"step": 1}))
-    (note,) = notes
-    assert note.startswith(
-        "warning  checkpoint of step 1 skipped, training goes on: no host memory for a copy of wei"
-    )
-    assert note.endswith("; use --checkpoint_mode sync, which writes while training waits")
-    saver.save(ALONE, make(2), final=True)
-    assert steps(spec) == [2]
 
 
 def train_forever(spec: dict[str, Any], done: Any) -> None:
@@ -587,17 +447,6 @@ def test_an_attempt_that_is_over_writes_nothing(text: Path, tmp_path: Path) -> N
     assert (steps(spec), hidden(spec)) == ([], [theirs.name]), (
         "what the other attempt is writing stays"
     )
-
-
-def test_a_run_whose_folder_was_moved_is_not_saved_in_another_one(
-    text: Path, tmp_path: Path
-) -> None:
-    spec = make_spec(text, tmp_path)
-    saver = saver_of(spec)
-    spec.folder.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="another program has removed or moved the run's fol"):
-        saver.save(ALONE, make(8), final=True)
-    assert not spec.folder.exists()
 
 
 def freeze_before_the_rename(spec: dict[str, Any]) -> None:
@@ -764,15 +613,3 @@ def test_a_survivor_that_nobody_wants_back_does_not_commit(
     saver.close()
     assert (steps(spec), hidden(spec)) == ([], [])
     assert not writers_at_work(), "nothing outlives the run"
-
-
-def test_memory_is_made_ready_beside_the_first_steps(text: Path, tmp_path: Path) -> None:
-    made: list[Snapshot] = []
-    for mode, every in (("async", 4), ("async", 0), ("sync", 4)):
-        keys = {"checkpoint_mode": mode, "checkpoint_every": every, "precision": "fp32"}
-        engine = engine_of(make_spec(text, tmp_path / f"{mode}{every}", **keys))
-        engine.fit()
-        made.append(engine.writer._snapshot)  # type: ignore[arg-type]
-        engine.writer.close()
-    assert made[0] is not None
-    assert made[1:] == [None, None], "a copy is never taken"

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
 from nanoray.own.checks import require_sharable
-from nanoray.own.loose_buffers import is_loose
 from nanoray.own.settings import DEFAULTS, loaded_of
 from nanoray.parallel.statistics import RunningStatistics
 
@@ -135,69 +133,11 @@ def test_synchronised_norms_are_those_of_all_samples(
     statistics.commit()
 
 
-def test_a_norm_stays_the_same_object_with_its_hooks_and_attributes() -> None:
-    norm = nn.BatchNorm1d(CHANNELS)
-    norm.mark = "kept"  # type: ignore[assignment]
-    calls = []
-    norm.register_forward_hook(lambda *_: calls.append(1))
-    # One norm at two places, and under two names of one module
-    model = nn.Sequential(nn.Sequential(norm), norm, norm)
-    shown = repr(model)
-    adopt_norms(model)
-    assert model[0][0] is model[1] is model[2] is norm
-    assert isinstance(norm, nn.BatchNorm1d)
-    assert isinstance(norm, BatchNorm)
-    assert norm.mark == "kept"
-    assert repr(model) == shown
-
-    statistics = statistics_of(model)
-    statistics.begin()
-    model(samples((8, CHANNELS), 1))
-    assert len(calls) == 3
-    assert norm.passes.item() == 3
-    adopt_norms(model)  # a second engine of the same model
-    assert norm.passes.item() == 3
-    assert isinstance(copy.deepcopy(model)[0][0], BatchNorm)
-
-
 class WithActivation(nn.BatchNorm2d):
     """As libraries of image models have it: norm and activation in one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(super().forward(x))
-
-
-class Renamed(nn.BatchNorm2d):
-    """A class with other defaults and torch's forward."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, momentum=0.01, eps=1e-3)
-
-
-def test_a_norm_with_a_forward_of_its_own_keeps_it() -> None:
-    model = nn.Sequential(WithActivation(CHANNELS), Renamed(CHANNELS))
-    x = samples((4, CHANNELS, 2, 2), 1)
-    expected = model(x)
-    adopt_norms(model)
-    assert torch.equal(model(x), expected)
-    assert not isinstance(model[0], BatchNorm)
-    assert is_loose(model), "its statistics are rank 0's, as any buffer that a forward changes"
-    assert isinstance(model[1], BatchNorm)
-    assert isinstance(model[1], Renamed)
-
-
-def test_a_parametrized_norm_and_a_norm_as_the_model_are_adopted() -> None:
-    class Positive(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.exp()
-
-    norm = nn.BatchNorm1d(CHANNELS)
-    parametrize.register_parametrization(norm, "weight", Positive())
-    x = samples((8, CHANNELS), 1)
-    expected = norm(x)
-    adopt_norms(norm)
-    assert isinstance(norm, BatchNorm)
-    assert torch.equal(norm(x), expected)
 
 
 def test_statistics_that_a_script_switches_off_stay_as_they_are() -> None:

@@ -22,10 +22,6 @@ def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
 
-def test_without_a_connection_there_is_no_address() -> None:
-    assert caller_address(load_config(preset="tiny")) == ""
-
-
 def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(ConfigError, match=r"Ray Client .*ray job submit"):

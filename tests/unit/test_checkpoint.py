@@ -10,16 +10,13 @@ import math
 import os
 import pickle
 import random
-import resource
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint import tensorfile
 from nanoray.checkpoint.files import load, save
 from nanoray.checkpoint.find import check_shape, find_run, newest_valid
@@ -142,12 +139,6 @@ def test_roundtrip_is_bit_exact(tmp_path):
     assert len(load_file(path / "rng.safetensors")) == 3
 
 
-def test_empty_state(tmp_path):
-    state = StateDict({}, {}, [], {}, {"step": 0})
-    assert same(load(save(tmp_path, state, keep=1)), state)
-    assert load_file(tmp_path / "step_00000000" / "model.safetensors") == {}
-
-
 def test_partial_writes_and_many_chunks(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(tensorfile, "CHUNK", 100)
@@ -225,21 +216,6 @@ def test_not_finite_numbers(tmp_path):
 def test_meta_that_would_come_back_changed(tmp_path, change, text):
     with pytest.raises(CheckpointError, match=text):
         save(tmp_path / "c", make(1, **change), keep=1)
-    assert not (tmp_path / "c").exists()
-
-
-def test_tensors_that_cannot_be_stored(tmp_path):
-    state = make(1)
-    for name, tensor in {
-        "z": torch.zeros(2, dtype=torch.complex128),
-        "__metadata__": torch.zeros(2),
-    }.items():
-        state.model = {name: tensor}
-        with pytest.raises(
-            CheckpointError,
-            match=f"^cannot store tensor {name} of dtype {tensor.dtype}; rename it, or",
-        ):
-            save(tmp_path / "c", state, keep=1)
     assert not (tmp_path / "c").exists()
 
 
@@ -345,18 +321,14 @@ def break_it(path, how):
 
 DAMAGE = {
     "missing": r"model.safetensors: missing",
-    "folder": r"model.safetensors: \d+ bytes instead of \d+",
     "short": r"model.safetensors: \d+ bytes instead of \d+",
     "flipped": r"model.safetensors: sha256 differs",
     "no manifest": r"manifest.json: missing",
     "not json": r"manifest.json: not as nanoray writes it",
-    "nested": r"manifest.json: not as nanoray writes it",
     "format": r"manifest.json: format 3, but this nanoray reads the formats 1 and 2",
-    "unlisted": r"manifest.json: not as nanoray writes it",
     "one unlisted": r"manifest.json: not as nanoray writes it",
     "one more": r"manifest.json: not as nanoray writes it",
     "foreign": r"model.safetensors: not as nanoray writes it",
-    "foreign state": r"state.json: not as nanoray writes it",
 }
 
 
@@ -380,68 +352,6 @@ def test_damage_is_named_and_the_previous_one_is_used(tmp_path, how):
     save(tmp_path, make(200), keep=3)
     assert same(newest_valid(tmp_path)[0].state, make(200))
     assert names(tmp_path) == ["step_00000100", "step_00000200"]
-
-
-def test_garbage_beside_checkpoints(tmp_path):
-    save(tmp_path, make(100), keep=3)
-    (tmp_path / "step_00000300").mkdir()
-    (tmp_path / "step_00000400").write_text("a file")
-    (tmp_path / "step_00000500").symlink_to(tmp_path / "nowhere")
-    for name in ("step_9", "step_00000900.bak", "latest", ".tmp-mine", ".old-step_1", "step_"):
-        (tmp_path / name).mkdir()
-    before = names(tmp_path)
-    found, notes = newest_valid(tmp_path)
-    assert found.path.name == "step_00000100"
-    assert [note.split(";")[0] for note in notes] == [
-        f"checkpoint step_00000{n}00 is damaged (manifest.json: missing)" for n in (5, 4, 3)
-    ]
-    assert names(tmp_path) == before  # a scan changes nothing
-    save(tmp_path, make(101), keep=1)
-    # Nor does a save touch what is not its own
-    assert set(before) - set(names(tmp_path)) == {"step_00000100"}
-    with pytest.raises(
-        CheckpointError,
-        match=r"^cannot write checkpoint step_00000400 .*: Not a directory \(.*check the",
-    ):
-        save(tmp_path, make(400), keep=1)
-    assert newest_valid(tmp_path / "nowhere") == (None, [])
-    assert newest_valid(tmp_path / "step_00000400") == (None, [])
-
-
-def test_unreadable_files_and_folders(tmp_path, monkeypatch):
-    """Permissions do not stop root, who runs tests in containers; so the system call is made to
-    refuse.
-    """
-    save(tmp_path, make(100), keep=3)
-    bad = save(tmp_path, make(200), keep=3)
-    real = open
-
-    def refuse(file, *args, **kwargs):
-        if Path(file) == bad / "optimizer.safetensors":
-            raise PermissionError(13, "Permission denied", str(file))
-        return real(file, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", refuse)
-        found, notes = newest_valid(tmp_path)
-    (note,) = notes
-    damage = "optimizer.safetensors: Permission denied"
-    find_line(note, "step_00000200", "damaged", damage, "step_00000100")
-    assert same(found.state, make(100))
-
-    def refuse_list(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(os, "listdir", refuse_list)
-    assert newest_valid(tmp_path) == (
-        None,
-        [f"cannot read {tmp_path}: Permission denied; no older one is valid"],
-    )
-    with pytest.raises(
-        CheckpointError,
-        match=rf"^no valid checkpoint in {tmp_path}: cannot read {tmp_path}: Perm.*none$",
-    ):
-        find_run(tmp_path, "auto", SHAPE)
 
 
 class Bomb:
@@ -542,32 +452,6 @@ def test_disk_full_is_seen_before_writing(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step_00000010"]
     assert same(load(tmp_path / "step_00000010"), make(10))
     save(tmp_path, make(20), keep=1)  # a small one fits
-
-
-def save_under_limit(folder):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try:
-        save(folder, make(20, numel=100_000), keep=1)
-    except CheckpointError as error:
-        (folder / "said").write_text(str(error))
-
-
-def test_disk_full_in_mid_write(tmp_path):
-    save(tmp_path, make(10), keep=1)
-    fork(save_under_limit, tmp_path).join()
-    message = (tmp_path / "said").read_text()
-    for part in (
-        "cannot write",
-        f"step_00000020 in {tmp_path}",
-        "File too large (model.safetensors)",
-        "free space",
-        "lower keep_checkpoints",
-        "set another out_dir",
-        "older checkpoints are untouched",
-    ):
-        assert part in message
-    assert names(tmp_path) == ["said", "step_00000010"]
-    assert same(load(tmp_path / "step_00000010"), make(10))
 
 
 @pytest.mark.parametrize(
@@ -821,9 +705,3 @@ def test_shape_that_differs(tmp_path):
         match=r"^the checkpoint is of another model: n_head is unknown there and 2 here",
     ):
         check_shape(StateDict({}, {}, [], {}, {"step": 1}), {"n_head": 2})
-
-
-def test_knows_nothing_of_process_groups_or_pickle():
-    source = Path(checkpoint.__file__).read_text()
-    for word in ("torch.distributed", "import pickle", "torch.save", "torch.load", "import ray"):
-        assert word not in source

@@ -85,8 +85,6 @@ def test_export_is_one_file_that_makes_the_model_again(
     assert "already exists" in capsys.readouterr().err
     assert main(["export", str(run), "--out", str(tmp_path / "none" / "m")]) == 2
     assert "is not a folder" in capsys.readouterr().err
-    assert main(["export", str(run), "--out", "/proc/m.safetensors"]) == 2
-    assert "error: cannot write /proc/m.safetensors (" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
@@ -105,13 +103,3 @@ def test_refusals(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
     assert main(argv) != 0
     captured = capsys.readouterr()
     assert text in captured.out + captured.err
-
-
-def test_nothing_whole_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in (4, 8):
-        flip(run / "checkpoints" / f"step_0000000{step}" / "state.json")
-    assert main(["show", str(run)]) != 0
-    assert (
-        f"no checkpoint of {run} is valid: checkpoint step_00000008 is damaged"
-        in capsys.readouterr().err
-    )

@@ -42,11 +42,3 @@ def test_a_finished_run_is_made_longer(trained: RunSpec) -> None:
 def test_a_run_that_ended_early_is_continued_as_it_is(trained: RunSpec, reason: str) -> None:
     command = ["nanoray.launch", "--resume", str(trained.folder)]
     assert suggested(trained, reason, 2)[-1] == command
-
-
-def test_a_run_stopped_before_its_first_checkpoint_cannot_be_continued(
-    text: Path, tmp_path: Path
-) -> None:
-    spec = make_spec(text, tmp_path)
-    assert [words for words in suggested(spec, "stopped", None) if "--resume" in words] == []
-    assert [words for words in suggested(spec, "stopped", None) if "sample" in words] == []

@@ -10,8 +10,6 @@ import pytest
 from nanoray.cli import parse_args
 from nanoray.config import Config, load_config, make_config
 from nanoray.config.conflicts import TABLE, first, refuse, refuse_sharing
-from nanoray.config.fields import Group
-from nanoray.config.keys import GROUPS
 from nanoray.config.rows import Conflict, Rule, known_from, spell
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
@@ -191,48 +189,12 @@ def test_every_rule_of_arithmetic_is_reached(rule: Rule) -> None:
     assert part in refused_with(values, rule)
 
 
-def smallest_beside(row: Conflict) -> dict[str, Any]:
-    """Return the few keys that meet a row's conditions, but for what is asked."""
-    values = smallest(row)
-    del values[row.asked.key]
-    return values
-
-
-NOTHING = (0, False, "", "off", "none", None)  # ways to ask for nothing
-
-
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_a_value_that_asks_for_nothing_meets_no_row(row: Conflict) -> None:
-    """The default, and 0, off and none where a key takes them: in a dict, a file and a flag."""
-    key = row.asked.key
-    default = Config.model_fields[key].default
-    # Of a path or a URL, 0 and none are names
-    for value in ("", None) if default == "" else (default, *NOTHING):
-        values = {**smallest_beside(row), key: value}
-        try:
-            make_config(values)
-        except ConfigError as error:
-            # Another row may be met, or the key has no such value
-            refusal = str(error)
-            asked = refusal.startswith(f"{key} = {value} ")
-            assert not asked or "would be ignored" not in refusal, refusal
-            assert not asked or value is not default, refusal
-    assert not row.asked.holds(default), "a row about a default would refuse what nobody asked for"
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"dp_mode": "ddp"}, ["--mirror", "off"]),
         ({"dp_mode": "zero1", "replicas": 2}, ["--mirror", "off"]),
-        ({}, ["--upload_timeout", "0"]),
-        ({}, ["--balance_loss", "0", "--z_loss", "0"]),
         ({"recovery": "restart"}, ["--spares", "0"]),
-        ({"model": "resnet"}, ["--dropout", "0", "--scaling", "none"]),
-        ({"optimizer": "sgd"}, ["--weight_decay", "0"]),
-        ({"optimizer": "sgd"}, ["--beta1", "0.9", "--beta2", "0.99"]),
-        ({"schedule": "constant", "lr": 0.01}, ["--min_lr", "0.01"]),
-        ({}, ["--decay_fraction", "0.65", "--tokens_per_param", "12"]),
     ],
 )
 def test_off_is_accepted_where_it_is_off_already(
@@ -247,34 +209,7 @@ def test_off_is_accepted_where_it_is_off_already(
     load_config(str(file), "tiny")
 
 
-def test_flags_that_count_only_with_another_key_are_accepted_at_their_defaults() -> None:
-    other = {"schedule": "constant", "optimizer": "sgd", "scaling": "none"}
-    for row in TABLE:
-        if row.typed:
-            key, needs = row.keys[:2]
-            default = Config.model_fields[key].default
-            parse_args([f"--{needs}={other[needs]}", f"--{key}={default}"], "x", "y")
-    for flag in ("--min_lr=0", "--decay_fraction=0.1"):
-        with pytest.raises(ConfigError, match="would be ignored: schedule = constant"):
-            parse_args(["--schedule=constant", flag], "x", "y")
-
-
-def test_no_row_stands_twice() -> None:
-    assert len({name_of(row) for row in ROWS}) == len(ROWS)
-
-
 # ---- groups --------------------------------------------------------------------------------------
-
-
-def test_the_check_of_every_group_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Siblings with methods of one name hide one another: a plain self.check() would run one."""
-    checked = []
-    for group in GROUPS:
-        monkeypatch.setattr(
-            group, "check", lambda self, group=group: checked.append(group), raising=True
-        )
-    make_config({"micro_batch_size": 1})
-    assert checked == list(GROUPS)
 
 
 def test_each_group_refuses_what_is_wrong_within_it() -> None:
@@ -288,13 +223,6 @@ def test_each_group_refuses_what_is_wrong_within_it() -> None:
     ):
         with pytest.raises(ConfigError, match=key):
             make_config({"micro_batch_size": 1, **values})
-
-
-def test_groups_are_siblings_in_the_order_of_the_help() -> None:
-    for group in GROUPS:
-        assert group.__mro__[1] is Group
-    in_order = [key for group in GROUPS for key in group.model_fields]
-    assert list(Config.model_fields) == [*in_order, "kube"]
 
 
 # ---- early and late ------------------------------------------------------------------------------
@@ -356,15 +284,3 @@ def test_a_device_that_is_found_later_has_the_answer_of_one_that_is_asked_for() 
     with pytest.raises(ConfigError) as early:
         load_config(preset="tiny", overrides={**values, "device": "cuda"})
     assert str(early.value) == late
-
-
-def test_a_question_about_some_keys_walks_their_rows_only() -> None:
-    config = load_config(preset="tiny", overrides={"comm_trace": "always"})
-    assert first(config, ranks=1, about=["attention"]) is None
-    with pytest.raises(ConfigError, match="only one rank"):
-        refuse(config, ranks=1, about=["comm_trace"])
-
-
-def test_a_row_says_when_it_is_known() -> None:
-    known = {known_from(row) for row in TABLE}
-    assert known == {"keys", "flags", "ranks", "device"}

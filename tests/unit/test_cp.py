@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Batch, make_config
@@ -23,9 +23,7 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.dropout import draw_factors, dropout
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel import cp, cp_blocks, tp
-from nanoray.trace.recorder import Collective, account
 
 RANKS = (2, 3, 4, 5)
 SHAPE = ModelShape(n_layer=1, n_head=2, n_embd=8, block_size=24, bias=True, vocab_size=65)
@@ -221,11 +219,6 @@ def test_a_model_is_released_and_cut_again_for_the_next_group() -> None:
     assert attention.way == "all_gather"
 
 
-def test_only_a_gpt_is_cut() -> None:
-    with pytest.raises(ConfigError, match="cp = 2 cuts the sequences of a gpt, but the model is a"):
-        cp.cut(ResNet(ResNetShape(20, 10, 16)), axis_of(0, 2))
-
-
 # Samples.
 
 
@@ -262,13 +255,6 @@ def test_ranks_read_their_parts_of_the_same_samples() -> None:
 
 
 # Meshes, recovery, refusals.
-
-
-def test_axes_of_experts_do_not_mix_parts_of_sequences() -> None:
-    layout = Layout(dp=2, cp=2, tp=2)
-    assert layout.groups("ep") == [(rank,) for rank in range(8)]
-    assert layout.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert layout.groups("dp_cp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_torchs_ddp_takes_no_pipeline_of_several_parts() -> None:
@@ -311,57 +297,4 @@ def test_a_share_is_lost_only_with_all_parts_of_the_sequences(
     assert [*Shares.of(config, "gloo", range(4), range(4), 4).held] == held
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "block_size = 32; use block_size 36": {"cp": 3, "block_size": 32},
-    "leaves a rank block_size/cp = 4 tokens, which sequence_parallel cannot cut over tp = 8": {
-        "cp": 2,
-        "block_size": 8,
-        "tp": 8,
-        "n_head": 8,
-        "n_embd": 64,
-        "sequence_parallel": True,
-    },
-    "does not divide the 8 tokens with which seq_warmup_steps begins; use cp 2 or 4": {
-        "cp": 8,
-        "block_size": 64,
-        "seq_warmup_steps": 10,
-    },
-    "cp = 2 with attention = flash: with dropout, a fused kernel would draw": {
-        "cp": 2,
-        "attention": "flash",
-        "dropout": 0.1,
-    },
-    "cp_attention = all_gather would be ignored: cp = 1 cuts no sequences": {
-        "cp_attention": "all_gather"
-    },
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_shared_is_refused(message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make_config({"micro_batch_size": 1, **REFUSED[message]})
-    assert message in str(error.value)
-
-
 # The trace.
-
-
-def test_a_message_beside_compute_is_hidden_until_the_rank_waits_for_it() -> None:
-    def message(start: float, wait: float | None, end: float) -> Collective:
-        return Collective(
-            "send_recv", "keys_values", "cp", "forward", "float32", 8, start, start, end, "call",
-            wait=wait,
-        )  # fmt: skip
-
-    cost = account([message(0.0, 3.0, 4.0), message(5.0, 7.0, 6.0), message(8.0, None, 10.0)])
-    assert cost.busy == pytest.approx(4.0 + 1.0 + 2.0)
-    assert cost.exposed == pytest.approx(1.0 + 0.0 + 2.0)
-    assert cost.hidden == pytest.approx(4.0)
-
-
-def test_a_layer_that_is_not_a_gpts_stays_as_it_is() -> None:
-    """Dropout in a layer that cp does not know would draw masks of its own: there is none."""
-    kinds = {type(module) for module in GPT(SHAPE, dropout=0.1).modules()}
-    stochastic = {kind for kind in kinds if issubclass(kind, nn.Dropout)}
-    assert stochastic <= cp._KINDS.keys()

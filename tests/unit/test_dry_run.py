@@ -135,17 +135,6 @@ def test_modes_differ_as_their_table_says(
     assert "mirror" not in parts(dry(tmp_path, capsys, dp_mode="zero1", mirror="off"))
 
 
-def test_lines_of_mesh_and_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = dry(tmp_path, capsys).splitlines()
-    assert lines[0] == "mesh       4 rank(s) = dp 4"
-    assert (
-        lines[3]
-        == "batch      1000 samples × 1 accum × 4 dp = 4,000 samples/step, 9 steps = 36,000 samples"
-    )
-    assert lines[4] == "model      Tower, 82,304 parameters, 32,768 of them frozen, AdamW"
-    assert lines[-1] == "dry run: nothing was started"
-
-
 class Looks(nn.Module):
     """Its forward looks at values, which fake tensors do not have."""
 
@@ -184,19 +173,6 @@ def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert "memory     without the state of Sized, which is not one of torch's own" in out
     assert parts(out).keys() == {"parameters", "gradients"}
-
-
-def test_a_script_that_does_not_train_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def main(run: Run) -> None:
-        pass
-
-    assert nanoray.launch(main, {"dry_run": True, "device": "cpu"}, ray=False) == 2  # type: ignore[operator]
-    assert (
-        "main returned without training; call RuntimeEngine(model, optimizer, run).fit"
-        in capsys.readouterr().err
-    )
 
 
 def test_bf16_keeps_smaller_activations_and_nothing_is_changed() -> None:

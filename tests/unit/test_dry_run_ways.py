@@ -16,7 +16,7 @@ from nanoray.forecast import scale
 from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.forecast.memory import RankSizes
 from nanoray.forecast.owners import rank_model
-from nanoray.forecast.rank_memory import MOST_STAGES, rank_sizes
+from nanoray.forecast.rank_memory import rank_sizes
 from nanoray.forecast.scale import known_dataset
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models.gpt import ModelShape
@@ -117,39 +117,6 @@ def test_both_ways_give_the_same_figures(mode: str, tp: int, pp: int) -> None:
         assert float(total[1]) == pytest.approx(sum(parts.values()), abs=0.05 * (len(parts) + 1))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"precision": "bf16"},
-        {"device": "cuda"},
-        {"device": "cuda", "precision": "tf32", "dp_mode": "zero2"},
-        {"activation_checkpointing": "block", "precision": "bf16", "pp": 2, "dp_mode": "zero1"},
-        {"activation_checkpointing": "selective", "tp": 2, "sequence_parallel": True},
-        {"pp": 2, "pp_schedule": "gpipe", "dp_mode": "zero1"},
-        {"pp": 2, "pp_schedule": "zero_bubble", "dp_mode": "ddp_by_hand"},
-        {"pp": 2, "pp_schedule": "interleaved", "dp_mode": "zero1"},
-        {"cp": 2},
-        {"cp": 8, "dp_mode": "zero1"},
-        {"cp": 2, "tp": 2, "pp": 2, "dp_mode": "zero2"},
-        {"cp": 4, "activation_checkpointing": "block", "dp_mode": "fsdp", "precision": "bf16"},
-        {"experts": 4, "dp_mode": "zero1", "bucket_mb": 0.05},
-        {"experts": 4, "ep": 2, "dp_mode": "zero1"},
-        {"experts": 4, "ep": 2, "tp": 2, "pp": 2, "dp_mode": "zero2"},
-        {"optimizer": "sgd"},
-        {"optimizer": "muon"},
-        {"bias": True, "positions": "rotary"},
-        {"bucket_mb": 0.05, "dp_mode": "zero1", "mirror": "off"},
-        {"bucket_mb": 0.05, "dp_mode": "zero1", "replicas": 2},
-        {"dp_mode": "zero2", "replicas": 2, "tp": 2},
-        {"dp_mode": "fsdp", "replicas": 4},
-    ],
-    ids=str,
-)
-def test_so_do_the_other_settings_of_a_rank(settings: dict[str, Any]) -> None:
-    workers, world_size = both_ways(**settings)
-    assert workers == world_size
-
-
 def test_both_say_what_groups_of_replicas_send() -> None:
     settings: dict[str, Any] = {"dp_mode": "zero1", "replicas": 2, "bucket_mb": 0.05}
     workers, world_size = both_ways(**settings)
@@ -159,21 +126,3 @@ def test_both_say_what_groups_of_replicas_send() -> None:
     assert "MiB per rank, zero1 in 2 groups at fp32" in "\n".join(workers)
     alone, _ = both_ways(dp_mode="zero1")
     assert not [line for line in alone if line.startswith("links ")]
-
-
-def test_devices_that_are_not_named_are_those_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for gpus, precision in ([], "fp32"), ([object()], "bf16"):
-        monkeypatch.setattr("nanoray.forecast.rank_memory.discover_gpus", lambda gpus=gpus: gpus)
-        workers, world_size = both_ways(device="auto", dp_mode="zero1")
-        assert workers == world_size
-        assert f"zero1 at {precision} (auto" in workers[-1]
-
-
-def test_of_many_stages_both_show_the_one_that_needs_most() -> None:
-    stages = 2 * MOST_STAGES
-    workers, world_size = both_ways(stages, n_layer=stages, pp=stages, global_batch_size=128)
-    assert workers == world_size
-    (memory,) = [line for line in workers if line.startswith("memory ")]
-    assert f"stage 0 of {stages}, which needs most: " in memory

@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 
 import nanoray
-from tests.harness.commands import run
 from tests.harness.parsing import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,39 +93,6 @@ def test_the_stub_of_a_function_has_the_signature_of_its_package(name: str) -> N
     assert ast.get_docstring(stub) == inspect.getdoc(type(package).__call__)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'nanoray' has no attribute 'RuntimeEngin'"):
-        nanoray.RuntimeEngin  # type: ignore[attr-defined]  # noqa: B018
-    assert not hasattr(nanoray, "torch")
-
-
-def public_members(name: str) -> set[str]:
-    """The members of a class that a user sees: its own methods, properties and attributes."""
-    kind = getattr(nanoray, name)
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith("nanoray.") and base.__name__ not in ("Keys", "Group"):
-            found |= {*vars(base), *inspect.get_annotations(base)}
-    if name == "Config":  # the keys have texts of their own
-        found = {"to_json"}
-    return {member for member in found if not member.startswith("_")}
-
-
-@pytest.mark.parametrize("name", sorted(API.PUBLIC))
-def test_every_public_member_has_a_docstring_and_a_place(name: str) -> None:
-    kind = getattr(nanoray, name)
-    listed = {*API.PUBLIC[name], *API.INTERNAL.get(name, ())} - {"__init__"}
-    inherited = set()
-    if issubclass(kind, nanoray.Callback) and name != "Callback":
-        inherited = set(API.PUBLIC["Callback"])
-    assert public_members(name) - inherited == listed
-    documented = API.attribute_docs(kind)
-    for member in (*listed, *(["__init__"] if "__init__" in API.PUBLIC[name] else [])):
-        value = inspect.getattr_static(kind, member, None)
-        text = documented.get(member, ("", getattr(value, "__doc__", "")))[1]
-        assert text, f"{name}.{member} has no docstring"
-
-
 def test_the_page_is_up_to_date() -> None:
     written = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert written == API.render() + "\n", "run: make docs"
@@ -165,6 +131,7 @@ except nanoray.NanorayError as error:
 """
 
 
+@pytest.mark.full
 def test_a_checker_accepts_the_examples_and_finds_the_mistakes_of_a_script(tmp_path: Path) -> None:
     """As strict as `mypy --strict`; with the cache of `make lint`, which has torch in it."""
     script = tmp_path / "user_script.py"
@@ -198,113 +165,4 @@ def test_a_checker_accepts_the_examples_and_finds_the_mistakes_of_a_script(tmp_p
     assert found == expected, done.stdout + done.stderr
 
 
-def test_the_configuration_checks_the_examples_as_strictly_as_the_script() -> None:
-    """A new example is in the list of pyproject.toml, or its mistakes are overlooked."""
-    strict = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("mypy --strict")[2]
-    with_types = {path.stem for path in EXAMPLES if "import nanoray\n" in path.read_text("utf-8")}
-    assert with_types <= set(re.findall(r'"(\w+)"', strict.splitlines()[2]))
-
-
 # What the library says, and who receives it.
-
-
-# What a run prints without `say`: the answer to a dry run, the stream that a console was given, a
-# script's own output, the bar of a terminal, and the last line of a script that ends by an error.
-PRINTS = {
-    "start/opening.py": 3,
-    "own/engine.py": 1,
-    "own/program.py": 1,
-    "train/watch/observers.py": 2,
-}
-
-
-def test_what_a_run_says_goes_through_say() -> None:
-    package = ROOT / "nanoray"
-    found = {}
-    for path in sorted(
-        path
-        for room in ("launch", "own", "start", "train")
-        for path in (package / room).rglob("*.py")
-    ):
-        tree = parse(path.read_text(encoding="utf-8"))
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        prints = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
-        if prints:
-            found[path.relative_to(package).as_posix()] = len(prints)
-    assert found == PRINTS
-
-
-ROUTES = """
-import logging
-
-from nanoray.base.output import say
-
-
-class Kept(logging.Handler):
-    def emit(self, record):
-        print(f"{record.levelname} {record.getMessage()}")
-
-
-INFO, ERROR, ANY = logging.INFO, logging.ERROR, logging.NOTSET
-for name, level, least in (
-    ("nanoray", INFO, ANY),
-    ("nanoray", ANY, ANY),  # the root's level counts, which is WARNING
-    ("nanoray", INFO, ERROR),
-    ("nanoray.steps", INFO, ANY),
-    ("", INFO, ANY),
-):
-    handler = Kept(least)
-    logging.getLogger(name).addHandler(handler)
-    before = logging.getLogger(name).level
-    logging.getLogger(name).setLevel(level)
-    print(f"- {name}")
-    say("\\nnote  a")
-    say("warning  b")
-    say("step 1", "nanoray.steps", {"step": 1})
-    logging.getLogger(name).removeHandler(handler)
-    logging.getLogger(name).setLevel(before)
-"""
-
-
-def test_a_line_goes_to_the_program_s_handlers_if_they_take_it_else_to_the_console() -> None:
-    assert run_python(ROUTES).splitlines() == [
-        *("- nanoray", "INFO note  a", "WARNING warning  b", "INFO step 1"),
-        *("- nanoray", "", "note  a", "WARNING warning  b", "step 1"),
-        *("- nanoray", "", "note  a", "warning  b", "step 1"),
-        *("- nanoray.steps", "", "note  a", "warning  b", "INFO step 1"),
-        *("- ", "INFO note  a", "WARNING warning  b", "INFO step 1"),
-    ]
-
-
-PROGRAM = """
-import logging, sys
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-import nanoray
-
-CONFIGURE
-
-x = torch.randn(40, 2)
-model = nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-config = {"micro_batch_size": 4, "log_every": 2, "out_dir": sys.argv[1], "tensorboard": False}
-engine = nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss)
-engine.fit(TensorDataset(x, x.sum(1, keepdim=True)), steps=4)
-print("root", len(logging.getLogger().handlers), logging.getLogger("nanoray").propagate)
-print("the file", (engine.run.folder / "logs/rank0.log").read_text().count("warmed up"))
-"""
-BASIC = "logging.basicConfig(level=logging.INFO, format='%(name)s|%(levelname)s|%(message)s')"
-
-
-def test_a_program_routes_all_lines_of_a_run(tmp_path: Path) -> None:
-    """The rank's log file is the same, and nothing is said twice; test_own_script prints them."""
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM.replace("CONFIGURE", BASIC))
-    done = run(str(script), str(tmp_path), cwd=tmp_path, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["root 1 True", "the file 1"]
-    steps = re.findall(r"^(.*)step (\d)/4 \|", done.stderr, re.M)
-    assert steps == [("nanoray.steps|INFO|", "1"), *[("nanoray.steps|INFO|", n) for n in "24"]]
-    assert "nanoray|INFO|nanoray 0." in done.stderr
-    assert "nanoray|INFO|finished 4 steps" in done.stderr

@@ -4,15 +4,12 @@ what is refused.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.config import make_config
-from nanoray.errors import ConfigError
 from nanoray.models.fp8 import (
     BACKWARD,
     FORWARD,
@@ -127,32 +124,3 @@ def test_only_linear_layers_of_blocks_change_and_names_stay() -> None:
     assert list(model.state_dict()) == names
     assert model.lm_head.weight is model.tok_emb.weight
     assert not isinstance(model.lm_head, Fp8Linear)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"fp8_scaling": "row"},
-            "fp8_scaling = row would be ignored: precision = auto; use precision fp8, or drop",
-        ),
-        (
-            {"precision": "fp8", "model": "resnet"},
-            "fp8 with model = resnet: .*; use precision bf16",
-        ),
-        ({"precision": "fp8", "experts": 4}, "fp8 with experts = 4: .*; use precision bf16"),
-        ({"precision": "fp8", "tp": 2}, "precision = fp8 with tp = 2"),
-        ({"precision": "fp8", "pp": 2}, "precision = fp8 with pp = 2"),
-        ({"precision": "fp8", "dp_mode": "fsdp"}, "precision = fp8 with dp_mode = fsdp"),
-        ({"precision": "fp8", "compile": True}, "precision = fp8 with compile = True"),
-        (
-            {"precision": "fp8", "activation_checkpointing": "block"},
-            "precision = fp8 with activation_checkpointing = block.*; drop "
-            "activation_checkpointing, or use precis",
-        ),
-    ],
-)
-def test_what_fp8_does_not_support_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make_config({"micro_batch_size": 1} | settings)
-    assert re.search(message, str(error.value))

@@ -4,7 +4,6 @@ backward.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,16 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoray.config import load_config, make_config, recipe_of
-from nanoray.errors import ConfigError
-from nanoray.host.choose import choose_attention
+from nanoray.config import load_config, recipe_of
 from nanoray.models.build import gpt_of, kernels_of
-from nanoray.models.costs import activation_memory, count_parameters, flops_per_token, with_kernels
+from nanoray.models.costs import count_parameters, flops_per_token
 from nanoray.models.gpt import GPT, KVCache, ModelShape
 from nanoray.models.kernels import (
     Kernels,
     chunked_cross_entropy,
-    padded_logits,
     plain_attention,
     rotate,
 )
@@ -116,18 +112,6 @@ def test_padded_columns_of_a_chunked_loss_have_no_part_in_it(chunk: int) -> None
     assert not found[1][2][60:].any()
 
 
-def test_a_gpu_multiplies_whole_rows() -> None:
-    """65 characters are padded there, because its tensor cores need rows of 16 bytes."""
-    head: Any = made().lm_head
-    rows = head.weight.shape[0]
-    assert head.columns_on(torch.device("cpu")) == 65
-    assert head.columns_on(torch.device("cuda", 0)) == rows == 128
-    x = torch.randn(3, 32, dtype=torch.float64)
-    padded = padded_logits(x, head.weight, 65, rows)
-    assert torch.equal(padded[:, :65].softmax(-1), head(x).softmax(-1))
-    assert not padded.softmax(-1)[:, 65:].any()
-
-
 @pytest.mark.parametrize("kernels", [PLAIN, CHUNKED], ids=["plain", "chunked"])
 @pytest.mark.parametrize("vocab_size", [65, 60])
 def test_a_model_learns_the_same(kernels: Kernels, vocab_size: int) -> None:
@@ -188,36 +172,6 @@ def test_the_chunked_loss_in_16_bits_and_under_a_loss_scale(kind: torch.dtype) -
         assert ours.dtype == torch.float32
 
 
-def test_no_logits_of_all_tokens_exist() -> None:
-    """No tensor that a forward and backward makes has as many elements as all logits."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(
-                [
-                    largest,
-                    *(
-                        t.numel()
-                        for t in torch.utils._pytree.tree_leaves(out)
-                        if isinstance(t, Tensor)
-                    ),
-                ]
-            )
-            return out
-
-    x, w = torch.randn(640, 8, requires_grad=True), torch.randn(512, 8, requires_grad=True)
-    with Sizes():
-        chunked_cross_entropy(x, w, torch.zeros(640, dtype=torch.long), 512, 64).backward()
-    assert largest == 64 * 512
-
-
 def test_plain_attention_drops_weights_while_training_only() -> None:
     model, sober = made(PLAIN, dropout=0.5), made(PLAIN)
     idx, targets = tokens(), tokens(seed=2)
@@ -273,16 +227,6 @@ def test_only_distances_count() -> None:
     assert (here - q @ k.mT).abs().max() > 1
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kernels", [Kernels(), PLAIN], ids=["flash", "plain"])
-def test_a_token_s_query_and_key_turn_alike(kernels: Kernels) -> None:
-    attn = made(kernels, rotary=True).blocks[0].attn
-    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    q, k, v = (y.view(2, 8, 4, 8).transpose(1, 2) for y in attn.qkv(x).chunk(3, -1))
-    expected = plain_attention(rotate(q), rotate(k), v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attn.heads(x), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_a_rotary_model_has_no_position_embedding_and_knows_positions() -> None:
     model = made(rotary=True)
     shape = model.shape
@@ -299,97 +243,7 @@ def test_a_rotary_model_has_no_position_embedding_and_knows_positions() -> None:
     assert ModelShape(**shape.to_dict()) == shape  # type: ignore[arg-type]
 
 
-def test_cudnn_takes_no_other_kernel_but_with_a_cache() -> None:
-    """On a CPU there is none of cuDNN: training fails, and a sample is drawn as without."""
-    with pytest.raises(RuntimeError, match="No viable backend"):
-        learned(made(Kernels("cudnn")))
-    samples = [
-        generate(made(kernels), tokens(), 20, temperature=0)
-        for kernels in (Kernels("cudnn"), Kernels())
-    ]
-    assert torch.equal(*samples)
-
-
-def test_graphs_reuse_memory_when_nobody_needs_the_gradients_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not between the micro batches of a step: there the gradients of the first wait in the memory
-    of its graphs.
-    """
-    begun, modes = list[int](), list[Any]()
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **settings: modes.append(settings["mode"])
-    )
-    # The loss is no layer. Compiled, it would need a folder without a space.
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    model = made()
-    compile_layers(model, make_config({"global_batch_size": 12, "compile": "cuda_graphs"}))
-    assert modes == ["reduce-overhead"] * 2
-    for step in range(2):
-        for micro in range(3):
-            model(tokens(), tokens(seed=micro)).backward()
-        assert len(begun) == step + 1
-        for p in model.parameters():
-            p.grad = None
-    with torch.no_grad():
-        for batch in range(2):
-            model(tokens(), tokens(seed=batch))
-    assert len(begun) == 4
-    compile_layers(other := made(), make_config({"global_batch_size": 12, "compile": True}))
-    other(tokens(), tokens())
-    assert modes[2:] == [None] * 2
-    assert len(begun) == 4
-
-
 # --- options ----------------------------------------------------------------------------------------------------------
-
-
-def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
-    units = frozenset({"amx_bf16"})
-
-    def chosen(kind: str, precision: str, features: frozenset[str], **settings: Any) -> str:
-        return choose_attention(
-            make_config({"micro_batch_size": 1, "block_size": 64} | settings),
-            kind,
-            precision,
-            features,
-        )
-
-    assert chosen("cpu", "bf16", units, block_size=256) == "plain"
-    assert chosen("cpu", "bf16", frozenset({"avx512_bf16", "avx2"})) == "plain"
-    assert chosen("cpu", "fp32", frozenset(), dropout=0.1) == "plain", (
-        "torch has no fused attention with dropout there"
-    )
-    for kind, precision, features, settings in (
-        ("cpu", "bf16", frozenset({"avx512f"}), {}),
-        ("cpu", "fp32", units, {}),
-        ("cpu", "bf16", units, {"block_size": 1024}),
-        ("cuda", "bf16", units, {"dropout": 0.1}),
-    ):
-        assert chosen(kind, precision, features, **settings) == "flash"
-        assert chosen(kind, precision, features, attention="plain", **settings) == "plain"
-    assert chosen("cpu", "bf16", units, attention="flash") == "flash"
-    assert chosen("cuda", "bf16", units, attention="cudnn") == "cudnn"
-    audits = {"audit_every": 5, "global_batch_size": 12, "micro_batch_size": 0}
-    assert chosen("cuda", "bf16", units, **audits) == "plain", (
-        "its gradients have the same bits each time"
-    )
-    assert chosen("cpu", "fp32", units, attention="flash", **audits) == "flash"
-    repeats = "attention = flash: on a GPU the last bits of its gradients differ each time"
-    with pytest.raises(ConfigError, match=repeats):
-        chosen("cuda", "bf16", units, attention="flash", **audits)
-    with pytest.raises(ConfigError, match=repeats):
-        make_config({"device": "cuda", "attention": "flash", "workers": 2, **audits})
-    assert (
-        kernels_of(make_config({"device": "cuda", "workers": 2, **audits})).attention == "plain"
-    ), "for a dry run"
-    for kind, precision in (("cpu", "bf16"), ("cuda", "fp32")):
-        with pytest.raises(
-            ConfigError,
-            match=r"attention = cudnn with (device = cpu|precision = fp32|precision = tf32): cuDNN's kernel",
-        ):
-            chosen(kind, precision, units, attention="cudnn")
 
 
 def test_options_reach_the_model() -> None:
@@ -406,124 +260,3 @@ def test_options_reach_the_model() -> None:
     other = load_config(preset="tiny", overrides={"attention": "flash"})
     assert recipe_of(other) == recipe_of(load_config(preset="tiny")), "the same experiment"
     assert recipe_of(config) != recipe_of(other), "other positions make another one"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"loss_chunk": 8, "tp": 2}, "loss_chunk = 8 would be ignored: tp = 2 cuts the logits"),
-        (
-            {"loss_chunk": 8, "precision": "fp16"},
-            "loss_chunk = 8 with precision = fp16: its gradients are computed",
-        ),
-        (
-            {"loss_chunk": 8, "precision": "bf16_pure"},
-            "loss_chunk = 8 with precision = bf16_pure: its gradients",
-        ),
-        (
-            {"attention": "cudnn", "device": "cpu"},
-            "attention = cudnn with device = cpu: cuDNN's kernel needs a GPU",
-        ),
-        (
-            {"attention": "cudnn", "precision": "tf32"},
-            "cudnn with precision = tf32: cuDNN's kernel computes in 16 bits",
-        ),
-        (
-            {"compile": "cuda_graphs", "device": "cpu"},
-            "compile = cuda_graphs with device = cpu: a CPU has no kernels",
-        ),
-        (
-            {"compile": "cuda_graphs", "dp_mode": "zero1"},
-            "compile = cuda_graphs with dp_mode = zero1: it keeps",
-        ),
-        (
-            {"compile": "cuda_graphs", "tp": 2},
-            "compile = cuda_graphs with tp = 2: its ranks exchange activations",
-        ),
-        (
-            {"compile": "cuda_graphs", "pp": 2},
-            "compile = cuda_graphs with pp = 2: several micro batches",
-        ),
-        (
-            {"compile": "cuda_graphs", "experts": 4},
-            "compile = cuda_graphs with experts = 4: how many tokens",
-        ),
-        (
-            {"compile": "cuda_graphs", "model": "resnet", "sync_batchnorm": True},
-            "compile = cuda_graphs with sync_batchnorm = True: its ranks exchange statistics",
-        ),
-        (
-            {"compile": "cuda_graphs", "audit_every": 5},
-            "compile = cuda_graphs with audit_every = 5: gradients of",
-        ),
-        ({"muon_lr": 0.1}, "muon_lr = 0.1 would be ignored: optimizer = adamw; use optimizer muon"),
-        ({"optimizer": "muon", "tp": 2}, "optimizer = muon with tp = 2: it needs whole matrices"),
-        ({"optimizer": "muon", "pp": 2}, "optimizer = muon with pp = 2: it needs whole matrices"),
-        (
-            {"optimizer": "muon", "dp_mode": "zero1"},
-            "with dp_mode = zero1: it needs whole matrices; use dp_mode ddp or",
-        ),
-        ({"optimizer": "muon", "dp_mode": "fsdp"}, "with dp_mode = fsdp: it needs whole matrices"),
-        (
-            {"optimizer": "muon", "experts": 4},
-            "optimizer = muon with experts = 4: it is for models without experts",
-        ),
-        (
-            {"optimizer": "muon", "model": "resnet"},
-            "optimizer = muon with model = resnet: it is for the matrices of a gpt",
-        ),
-        (
-            {"model": "resnet", "attention": "plain"},
-            "attention = plain would be ignored: model = resnet",
-        ),
-        (
-            {"model": "resnet", "positions": "rotary"},
-            "positions = rotary would be ignored: model = resnet",
-        ),
-        ({"model": "resnet", "loss_chunk": 9}, "loss_chunk = 9 would be ignored: model = resnet"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_config({"global_batch_size": 12} | values)
-
-
-def test_a_head_of_odd_size_does_not_turn() -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape("a head has n_embd/n_head = 12/4 = 3; use another n_head")
-    ):
-        ModelShape(1, 4, 12, 8, False, 65, rotary=True)
-
-
-@pytest.mark.parametrize("kernels", [PLAIN, Kernels(loss_chunk=64)], ids=["plain", "chunked"])
-def test_the_formula_of_memory_is_what_a_forward_keeps(kernels: Kernels) -> None:
-    """Tensors that wait for backward, against the formula; what is there for a moment only is left
-    out of both.
-    """
-    shape, micro = ModelShape(3, 4, 64, 32, False, 512), 8
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        held.append(t)
-        return t
-
-    held: list[Tensor] = []
-    model = GPT(shape, 0.0, "none", RouterTraining(), kernels)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    idx = torch.randint(512, (micro, 32))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = model(idx, idx)
-    found = sum(size for at, size in kept.items() if at not in own)
-    parts = activation_memory(shape, micro, "fp32")
-    formula = with_kernels(parts, shape, micro, "fp32", kernels, "none")
-    if kernels.attention == "plain":
-        fleeting = 2 * micro * 32 * 4 * 32 * 4
-        # Log-softmax waits, the logits do not
-        expected = formula["activations"] - fleeting + parts["logits"] // 2
-    else:
-        expected = formula["activations"] + 4 * 512 * 64  # the gradient of lm_head
-        assert formula["logits"] == 4 * 64 * 512 + 2 * 4 * 512 * 64
-    assert loss.requires_grad
-    assert found == pytest.approx(expected, rel=0.002)

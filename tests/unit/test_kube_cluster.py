@@ -6,22 +6,18 @@ import json
 import os
 import random
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
-from nanoray.kube.cluster import Api, ApiError, KubeError, path_of
+from nanoray.kube.cluster import Api, ApiError, KubeError
 from nanoray.kube.fetch import fetch
 from nanoray.kube.follow import Follower
 from nanoray.kube.pods import troubles
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
-from tests.harness.manifests import build
-from tests.harness.ports import closed_port
 
 pytestmark = pytest.mark.usefixtures("kubectl")
 Object = dict[str, Any]
@@ -62,17 +58,6 @@ def test_no_kubeconfig(
     assert main(submit) == 4
     assert "no cluster: " in (error := capsys.readouterr().err)
     assert "set KUBECONFIG" in error
-
-
-def test_no_answer_from_the_api_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any
-) -> None:
-    dead = ApiServer()
-    with closed_port() as port:
-        dead.port = port
-        monkeypatch.setenv("KUBECONFIG", str(dead.kubeconfig(tmp_path)))
-        assert main(submit) == 4
-    assert f"no answer from the cluster at http://127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_no_kuberay_gives_the_install_command(
@@ -141,29 +126,6 @@ def test_the_api_server_checks_a_dry_run_and_stores_nothing(
     assert "RayJob words: spec.rayClusterSpec: Required value" in capsys.readouterr().err
 
 
-def test_a_dry_run_says_what_the_api_server_could_not_check(
-    server: ApiServer, submit: list[str], capsys: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """What goes into a namespace that is not there yet; without a cluster, everything."""
-    assert main([*submit, "--dry_run"]) == 0
-    out = capsys.readouterr().out
-    assert "would apply RayJob words in the new namespace nanoray, not checked yet\n" in out
-    assert set(server.dry_runs) == {"Namespace", "PersistentVolume"}
-    assert server.objects == {}
-
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    assert main([*submit, "--dry_run"]) == 0
-    out = capsys.readouterr().out
-    assert "would apply RayJob words\n" in out
-    assert "check  by no API server: no cluster: " in out
-
-
-def test_a_dry_run_needs_kuberay(server: ApiServer, submit: list[str], capsys: Any) -> None:
-    server.kuberay = False
-    assert main([*submit, "--dry_run"]) == 4
-    assert "KubeRay is not installed in this cluster" in capsys.readouterr().err
-
-
 # Pods that do not come.
 
 PENDING = {
@@ -227,26 +189,6 @@ def test_troubles_of_pods(status: Object, text: str, fatal: bool) -> None:
     assert trouble.fatal is fatal
 
 
-def test_pods_without_trouble() -> None:
-    running = {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
-    starting = _waiting("ContainerCreating")
-    assert (
-        troubles([{"metadata": {"name": "p"}, "status": s} for s in (running, starting, {})]) == []
-    )
-
-
-def test_a_missing_image_ends_the_wait(server: ApiServer) -> None:
-    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
-    pod(server, "words-head", NO_IMAGE)
-    said: list[str] = []
-    with pytest.raises(
-        KubeError,
-        match=r"cannot start: words-head image nanoray:x not found.*kube stop words --delete",
-    ):
-        Follower(Api(), "nanoray", "words", said.append, poll_s=0.01).run()
-    assert any(line.startswith("pod    words-head image") for line in said)
-
-
 def test_an_unschedulable_pod_is_said_at_once_and_waited_for(server: ApiServer) -> None:
     rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
     pod(server, "words-w", PENDING)
@@ -257,22 +199,6 @@ def test_an_unschedulable_pod_is_said_at_once_and_waited_for(server: ApiServer) 
     assert len([line for line in said if "Insufficient cpu" in line]) == 1, (
         "once, though it was seen many times"
     )
-
-
-def test_a_job_that_waits_in_a_queue_has_all_the_time(server: ApiServer) -> None:
-    """Suspended by Kueue for longer than a start may take: that time starts when the job is
-    admitted.
-    """
-    job = rayjob(server, jobDeploymentStatus="Suspended")
-    said: list[str] = []
-
-    def admit() -> None:
-        job["status"] = {"jobDeploymentStatus": "Initializing", "rayClusterName": "words-abc"}
-
-    threading.Timer(1.0, admit).start()
-    with pytest.raises(KubeError, match="cannot start: no pod says why"):
-        Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.3).run()
-    assert [line.split()[1] for line in said] == ["Suspended", "Initializing"]
 
 
 def test_a_deleted_job_ends_the_wait(server: ApiServer) -> None:
@@ -289,26 +215,6 @@ def test_a_failed_job_gives_its_message_and_code(server: ApiServer, capsys: Any)
 
 
 # Commands on jobs.
-
-
-def test_unknown_jobs_and_commands(server: ApiServer, capsys: Any) -> None:
-    rayjob(server, "other")
-    assert main(["status", "words"]) == 4
-    assert "there is no RayJob words in nanoray; there: other" in capsys.readouterr().err
-    assert main(["frobnicate"]) == 2
-    assert "one of render, submit, status" in capsys.readouterr().err
-    assert main(["logs", "other"]) == 4
-    assert "has no log yet; nanoray kube status other" in capsys.readouterr().err
-
-
-def test_status_of_a_job_that_waits(server: ApiServer, capsys: Any) -> None:
-    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
-    pod(server, "words-w", PENDING)
-    assert main(["status", "words"]) == 0
-    out = capsys.readouterr().out
-    assert "job    words Initializing\n" in out
-    assert "pod    words-w Pending on no node yet" in out
-    assert "words-w cannot be scheduled" in out
 
 
 def event(server: ApiServer, name: str, reason: str, message: str, at: str, **more: Any) -> None:
@@ -328,29 +234,12 @@ CREATING = {"phase": "Pending"} | _waiting("ContainerCreating")
 NO_DRIVER = ("FailedPrepareDynamicResources", "driver gpu.nvidia.com is not registered")
 PENDING_PODS: list[tuple[str, Object, list[Any], str]] = [
     ("claim", CREATING, [(*NO_DRIVER, "10:00:00")], ": ".join(NO_DRIVER)),
-    (
-        "volume",
-        {"phase": "Pending"},
-        [("FailedMount", "hostPath type check failed", "10:00:00")],
-        "FailedMount: hostPath type check failed",
-    ),
     # Its own status has the reason.
     (
         "image",
         NO_IMAGE,
         [("Failed", "Error: ErrImagePull", "10:00:00")],
         "image nanoray:x not found",
-    ),
-    ("node", PENDING, [("FailedScheduling", "0/1", "10:00:00")], "cannot be scheduled: 0/1 nodes"),
-    # The scheduler's events have another field for their time.
-    (
-        "series",
-        CREATING,
-        [
-            ("FailedMount", "no disk", "10:00:00"),
-            (*NO_DRIVER, "", {"lastTimestamp": None, "eventTime": "2026-11-26T10:00:01.5Z"}),
-        ],
-        ": ".join(NO_DRIVER),
     ),
     # What is over is not said.
     (
@@ -391,81 +280,6 @@ def test_status_and_followers_print_why_a_pod_is_pending(
     assert len([line for line in said if line.startswith("pod    words-w ")]) == len(reasons)
 
 
-def test_without_any_pod_the_events_of_the_cluster_say_why(server: ApiServer, capsys: Any) -> None:
-    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
-    event(server, "words-abc", "FailedToCreateHeadPod", "exceeded quota: team", "10:00:00")
-    assert main(["status", "words"]) == 0
-    line = "       words-abc FailedToCreateHeadPod: exceeded quota: team\n"
-    assert line in capsys.readouterr().out
-
-    server.refusals["GET events"] = (403, "events is forbidden")
-    assert main(["status", "words"]) == 0
-    assert "its events cannot be read: the cluster answered 403" in capsys.readouterr().out
-
-
-def test_a_worker_that_is_refused_beside_a_head_that_runs(server: ApiServer, capsys: Any) -> None:
-    """Its head runs, so the job waits without a Pending pod; once it trains, nothing is asked."""
-    job = rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
-    pod(server, "words-head", {"phase": "Running"})
-    refusal = 'pods "words-w" is forbidden: violates PodSecurity "restricted:latest"'
-    event(server, "words-abc", "FailedToCreateWorkerPod", refusal, "10:00:00")
-    line = f"       words-abc FailedToCreateWorkerPod: {refusal}\n"
-    assert main(["status", "words"]) == 0
-    assert line in capsys.readouterr().out
-    said: list[str] = []
-    follower = Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.1)
-    with pytest.raises(KubeError, match="cannot start: words-abc FailedToCreateWorkerPod"):
-        follower.run()
-
-    job["status"] |= {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
-    assert main(["status", "words"]) == 0
-    assert line not in capsys.readouterr().out
-
-
-def test_status_of_a_run_that_has_not_begun(server: ApiServer, capsys: Any) -> None:
-    """Its folder is not there yet, is empty, or has a run without a step: no shell command."""
-    job = rayjob(server, jobDeploymentStatus="Running", jobStatus="PENDING", jobId="words-1")
-    job["spec"]["entrypoint"] = "exec python -m nanoray.launch --out_dir /data/runs/words-1"
-    _tensorboard(server)
-    folder = Path(str(server.volume)) / "runs" / "words-1"
-    for made in (None, folder, folder / "2026-01-01_000000_words"):
-        if made:
-            made.mkdir()
-        assert main(["status", "words"]) == 0
-        out = capsys.readouterr().out
-        assert "run    steps unknown: /data/runs/words-1 has no run with a record yet\n" in out
-
-
-def test_a_wrong_token_of_the_kubeconfig(server: ApiServer, tmp_path: Path) -> None:
-    path = server.kubeconfig(tmp_path)
-    path.write_text(path.read_text().replace("token: ", "token: not-"))
-    with pytest.raises(ApiError, match="answered 401: Unauthorized"):
-        Api().get("RayJob", "nanoray", "words")
-
-
-@pytest.mark.parametrize(
-    ("kind", "path"),
-    [
-        ("Pod", "/api/v1/namespaces/n/pods/x"),
-        ("PersistentVolume", "/api/v1/persistentvolumes/x"),
-        ("RayJob", "/apis/ray.io/v1/namespaces/n/rayjobs/x"),
-        ("NetworkPolicy", "/apis/networking.k8s.io/v1/namespaces/n/networkpolicies/x"),
-    ],
-)
-def test_paths(kind: str, path: str) -> None:
-    assert path_of(kind, "n", "x") == path
-
-
-def test_every_kind_that_is_rendered_has_a_path() -> None:
-    from nanoray.kube.render import KUBE_DIR
-
-    for folder in KUBE_DIR.glob("overlays/*/job"):
-        for thing in build(folder):
-            assert path_of(thing["kind"], "n", "x").startswith(
-                "/api/v1/" if thing["apiVersion"] == "v1" else f"/apis/{thing['apiVersion']}/"
-            )
-
-
 # Attempts.
 
 
@@ -474,65 +288,6 @@ def logs(server: ApiServer) -> Iterator[dict[str, str]]:
     """The log that Ray's jobs API returns, by the job's id."""
     with ray_head(server, "words-abc", "words-def") as found:
         yield found
-
-
-def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
-    server: ApiServer, logs: dict[str, str]
-) -> None:
-    """A retry on another cluster, then a new head of that cluster, where the same job is submitted
-    once more.
-    """
-    running = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
-    job = rayjob(server, **running, rayClusterName="words-abc", jobId="words-1")
-    logs["words-1"] = "start\nstep 1 of the first\nhalf a li"
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        if line == "step 1 of the first":
-            job["status"] |= {
-                "jobDeploymentStatus": "Retrying",
-                "jobStatus": "FAILED",
-                "message": "exit 1",
-                "failed": 1,
-            }
-        elif line.startswith("job    Retrying"):
-            job["status"] = running | {
-                "rayClusterName": "words-def",
-                "jobId": "words-2",
-                "failed": 1,
-            }
-            logs["words-2"] = "start\nstep 1 of the second\nstep 2 of the second\n"
-        elif line == "step 2 of the second":
-            logs["words-2"] = "start\nstep 2 on a new head\n"  # shorter than what was printed
-        elif line == "step 2 on a new head":
-            job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
-            logs["words-2"] += "the end, without a newline"
-
-    guard = threading.Timer(
-        120, lambda: job.update(status={"jobDeploymentStatus": "Failed", "jobStatus": "stuck"})
-    )
-    guard.start()
-    assert (
-        Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
-    ), said
-    guard.cancel()
-    lines = [re.sub(r"after \d+ s", "after 0 s", line) for line in said]
-    assert [line for line in lines if not re.match("job    (Running|Complete)", line)] == [
-        "try    1: Ray job words-1 on RayCluster words-abc",
-        "start",
-        "step 1 of the first",
-        "job    Retrying/FAILED after 0 s: exit 1",
-        "end    of try 1: not known: the job's entrypoint names no --out_dir",
-        "try    2: Ray job words-2 on RayCluster words-def",
-        "start",
-        "step 1 of the second",
-        "step 2 of the second",
-        "try    3: Ray job words-2 on RayCluster words-def",
-        "start",
-        "step 2 on a new head",
-        "the end, without a newline",
-    ]
 
 
 def test_the_end_of_an_attempt_whose_cluster_is_gone_is_read_from_the_volume(
@@ -582,44 +337,6 @@ def test_the_end_of_an_attempt_whose_cluster_is_gone_is_read_from_the_volume(
     ]
 
 
-def test_a_late_follower_and_status_print_the_attempt(
-    server: ApiServer, logs: dict[str, str], capsys: Any
-) -> None:
-    """The operator counts the attempts that failed; after the last one, that one is among them."""
-    status = {"rayClusterName": "words-def", "jobId": "words-3", "failed": 2}
-    job = rayjob(server, **status, jobDeploymentStatus="Running", jobStatus="RUNNING")
-    assert main(["status", "words"]) == 0
-    assert "job    words Running/RUNNING, attempt 3\n" in capsys.readouterr().out
-    job["status"] |= {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "failed": 3}
-    assert main(["logs", "words", "--follow"]) == 1
-    assert "try    3: Ray job words-3 on RayCluster words-def\n" in capsys.readouterr().out
-
-
-def test_status_prints_step_loss_and_eta_of_the_run_on_the_volume(
-    server: ApiServer, tmp_path: Path, capsys: Any
-) -> None:
-    job = rayjob(server, jobId="words-1", jobDeploymentStatus="Running", jobStatus="RUNNING")
-    assert main(["status", "words"]) == 0
-    assert (
-        "run    steps unknown: the job's entrypoint names no --out_dir" in capsys.readouterr().out
-    )
-    job["spec"]["entrypoint"] = (
-        "exec python -m nanoray.launch --out_dir /data/runs/words-1 --resume auto"
-    )
-    assert main(["status", "words"]) == 0
-    assert "run    steps unknown: no TensorBoard pod runs" in capsys.readouterr().out
-    _tensorboard(server)
-    for name, step in (("2026-01-01_000000_words", 3), ("2026-01-02_000000_words", 20)):
-        run = tmp_path / "volume" / "runs" / "words-1" / name
-        run.mkdir(parents=True)
-        record = {"step": step, "train/loss": 2.5, "val/loss": 2.75, "time/step_ms": 3000.0}
-        (run / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(record) + "\n")
-        (run / "config.json").write_text('{\n  "max_steps": 40\n}\n')
-    assert main(["status", "words"]) == 0
-    line = "folder /data/runs/words-1/2026-01-02_000000_words · step 20/40 · loss 2.5000 · val_loss 2.7500 · eta 1:00"
-    assert f"run    {line}\n" in capsys.readouterr().out
-
-
 # fetch.
 
 
@@ -663,33 +380,6 @@ def test_fetch_refuses_links_out_of_the_folder(server: ApiServer, tmp_path: Path
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_fetch_needs_a_pod_and_a_plain_name(server: ApiServer, tmp_path: Path) -> None:
-    with pytest.raises(KubeError, match="no TensorBoard pod runs in nanoray"):
-        fetch(Api(), "nanoray", "words", "", str(tmp_path))
-    for run in ("../etc", ".hidden", "a/b"):
-        with pytest.raises(ConfigError, match="is no folder's name"):
-            fetch(Api(), "nanoray", "words", run, str(tmp_path))
-
-
-def test_a_command_that_fails_in_the_pod(server: ApiServer) -> None:
-    with pytest.raises(
-        KubeError, match=r"ls /data/absent in pod tb ended with 2: ls: cannot access"
-    ):
-        Api().run_in("tb", "nanoray", ["ls", "/data/absent"])
-
-
-def test_a_command_may_take_long_but_not_be_silent(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nanoray.kube.cluster.SILENCE_S", 3.0)
-    drops = ["sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.6; echo $i; done"]
-    assert Api().run_in("tb", "nanoray", drops).split() == ["1", "2", "3", "4", "5", "6"]
-    with pytest.raises(
-        KubeError, match=r"nothing came for 3 s, so its output is not complete; try again"
-    ):
-        Api().run_in("tb", "nanoray", ["sh", "-c", "echo one; sleep 4; echo two"])
-
-
 def test_an_archive_that_breaks_off_is_not_taken_for_the_run(
     server: ApiServer, tmp_path: Path
 ) -> None:
@@ -725,22 +415,4 @@ def test_an_api_server_that_is_away_is_waited_for(server: ApiServer) -> None:
         Follower(Api(), "nanoray", "words", print, poll_s=0.01, silence_s=0.1).run()
     server.refusals["GET rayjobs"] = (403, "forbidden")
     with pytest.raises(ApiError, match="403: forbidden"):
-        Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()
-
-
-def test_pods_that_cannot_be_listed_for_a_while_end_nothing(server: ApiServer) -> None:
-    job = rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
-    server.refusals["GET pods"] = (500, "etcdserver: request timed out")
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        if line.startswith("api"):
-            job["status"] = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
-
-    assert Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
-    assert "api    the cluster answered 500: etcdserver: request timed out; trying again" in said
-    job["status"] = {"jobDeploymentStatus": "Initializing", "rayClusterName": "words-abc"}
-    server.refusals["GET pods"] = (403, "pods is forbidden")
-    with pytest.raises(ApiError, match="403: pods is forbidden"):
         Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()

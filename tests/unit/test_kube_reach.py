@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from nanoray.kube.__main__ import main
-from nanoray.kube.cluster import Api
-from nanoray.kube.follow import Follower
 from tests.harness.commands import wait_for
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
 from tests.harness.messages import find_line
@@ -110,31 +108,6 @@ def test_without_a_right_to_exec_each_command_says_so(
     for command in ("stop", "logs"):
         assert main([command, "words"]) == 4
         find_line(capsys.readouterr().err, "localhost:8265", "needs create on pods/exec")
-
-
-@pytest.mark.parametrize("status", ["SUCCEEDED", "FAILED"])
-def test_a_follower_without_any_way_says_why_there_is_no_log(
-    server: ApiServer, ray: dict[str, str], status: str
-) -> None:
-    """The first requests fail before the job runs, when a failure is no news."""
-    job = running_job(server)
-    job["status"] |= {"jobStatus": "PENDING"}
-    server.exec_refused = True
-    printed: list[str] = []
-    ended = {"jobDeploymentStatus": "Complete", "jobStatus": status}
-
-    def print_line(line: str) -> None:
-        printed.append(line)
-        if line.startswith("job    Running/PENDING"):
-            threading.Timer(0.2, lambda: job["status"].update(jobStatus="RUNNING")).start()
-        elif line.startswith("log    out of reach, trying again"):
-            threading.Timer(0.2, lambda: job["status"].update(ended)).start()
-
-    Follower(Api(), "nanoray", "words", print_line, poll_s=0.01).run()
-    missing = [line for line in printed if line.startswith("log    ")]
-    assert len(missing) == 2, "while it runs, once, and at its end"
-    for line in missing:
-        find_line(line, "out of reach", "pods/exec")
 
 
 def test_what_ray_answers_is_the_error(server: ApiServer, ray: dict[str, str], capsys: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.host.launchers import first_host, place_of, refuse_many_starts, set_torch_variables
+from nanoray.host.launchers import first_host, place_of
 from nanoray.launch.own import refuse_both
 from nanoray.mesh.rendezvous import Rendezvous
 
@@ -44,8 +44,6 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-a-17@1",
 }
 ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 MVAPICH = {
     "MV2_COMM_WORLD_RANK": "1",
     "MV2_COMM_WORLD_SIZE": "2",
@@ -66,33 +64,11 @@ FAR = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
         # rank, ranks, rank on the node, ranks of the node, node
         (TORCHRUN, "torchrun", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
         (TORCH, "variables", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
-        ({"RANK": "0", "WORLD_SIZE": "1"} | ADDRESS, "variables", (0, 1, 0, 1, 0), "a:1234"),
         (SRUN, "SLURM", (3, 4, 1, 2, 1), "gpu003:"),
-        (SRUN | ADDRESS, "SLURM", (3, 4, 1, 2, 1), "a:1234"),
         (SRUN | {"SLURM_STEP_NUM_NODES": "1"}, "SLURM", (3, 4, 1, 2, 1), "127.0.0.1:"),
-        # Scripts often derive torch's variables from SLURM's.
-        (SRUN | {"RANK": "3", "WORLD_SIZE": "4"} | ADDRESS, "SLURM", (3, 4, 1, 2, 1), "a:1234"),
-        (SRUN | {"WORLD_SIZE": "4"} | ADDRESS, "SLURM", (3, 4, 1, 2, 1), "a:1234"),
-        # srun starts a torchrun on each node.
-        (DAEMONS | TORCHRUN, "torchrun", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
         (OPEN_MPI, "Open MPI", (1, 2, 1, 2, 0), "127.0.0.1:"),
-        (HYDRA | ADDRESS, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "a:1234"),
-        (HYDRA | {"MASTER_PORT": "1234"}, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "127.0.0.1:1234"),
-        (CRAY | ADDRESS, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "a:1234"),
         (MVAPICH | ADDRESS, "MVAPICH", (1, 2, 1, 2, 0), "a:1234"),
-        (OPEN_MPI | ADDRESS, "Open MPI", (1, 2, 1, 2, 0), "a:1234"),
         (DAEMONS | OPEN_MPI | FAR | ADDRESS, "Open MPI", (5, 8, 1, 2, 2), "a:1234"),
-        # mpiexec of MVAPICH sets those of MPICH beside its own.
-        (MVAPICH | HYDRA | ADDRESS, "MVAPICH", (1, 2, 1, 2, 0), "a:1234"),
-        # An mpirun of one rank around this one
-        (
-            OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"} | HYDRA | ADDRESS,
-            "Intel MPI or MPICH",
-            (1, 2, 1, 2, 0),
-            "a:1234",
-        ),
-        # srun --mpi=pmi2 sets PMI's variables beside its own.
-        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "SLURM", (3, 4, 1, 2, 1), "gpu003:"),
     ],
 )
 def test_each_launcher_is_recognised(
@@ -118,41 +94,6 @@ def test_each_launcher_is_recognised(
     assert place.supervised == (launcher != "variables")
 
 
-@pytest.mark.parametrize("env", [SRUN, OPEN_MPI, HYDRA | ADDRESS])
-def test_a_program_for_torchrun_is_also_one_for_srun_and_mpirun(env: dict[str, str]) -> None:
-    """The variables of both agree, so the same rank is read from them."""
-    before = Rendezvous.from_env(env)
-    torchs: dict[str, str] = dict(env)
-    set_torch_variables(torchs)
-    torchs = {key: value for key, value in torchs.items() if key in TORCH}
-    alone = Rendezvous.from_env(torchs)
-    assert (alone.rank, alone.world_size, alone.local_rank, alone.master_port) == (
-        before.rank,
-        before.world_size,
-        before.local_rank,
-        before.master_port,
-    )
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {},
-        {"MASTER_ADDR": "x"},
-        BATCH,
-        BATCH | {"SLURM_STEP_ID": "4294967294"},  # of a batch script, in some versions
-        SRUN | {"SLURM_STEP_ID": "4294967290"},  # of an interactive shell
-        SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty
-        {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4"},  # salloc
-        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
-        HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1"},
-    ],
-)
-def test_one_process_is_no_rank(env: dict[str, str]) -> None:
-    assert place_of(env) is None
-    assert Rendezvous.from_env(env) == Rendezvous()
-
-
 def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
     def port(change: dict[str, str]) -> tuple[int, str]:
         r = Rendezvous.from_env(SRUN | change)
@@ -168,18 +109,9 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
     ("env", "text"),
     [
         ({"RANK": "0"}, "sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; set all four"),
-        ({"WORLD_SIZE": "2"}, "sets WORLD_SIZE but not RANK, MASTER_ADDR, MASTER_PORT"),
         (TORCH | {"RANK": "4"}, "RANK = 4 is outside 0..WORLD_SIZE-1 = 3; ranks count from 0"),
-        (TORCH | {"RANK": "-1"}, "RANK = -1 is outside 0..WORLD_SIZE-1 = 3"),
-        (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' must be a whole number"),
-        (TORCH | {"LOCAL_RANK": ""}, "LOCAL_RANK = '' must be a whole number"),
-        (TORCH | {"MASTER_PORT": "http"}, "MASTER_PORT = 'http' must be a whole number"),
         (TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT = 0 is no port; set it to a free one"),
-        (TORCH | {"MASTER_PORT": "65536"}, "MASTER_PORT = 65536 is no port"),
-        (TORCH | {"MASTER_ADDR": " "}, "MASTER_ADDR is empty; set it to the host name"),
         (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID = 4 is outside 0..SLURM_STEP_NUM_TASKS-1 = 3"),
-        (SRUN | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID = 'x' must be a whole number"),
-        ({"PMI_RANK": "0"}, "PMI_RANK = 0, but PMI_SIZE is not set; start the ranks with mpirun"),
         # Each torchrun would train alone.
         (
             SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"},
@@ -197,11 +129,6 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
             {"PMI_RANK": "1", "PMI_SIZE": "2"} | ADDRESS,
             "none of MPI_LOCALRANKID, PMI_LOCAL_RANK, PALS_LOCAL_RANKID, LOCAL_RANK says which rank "
             "of its host this is, and so which GPU it has; set LOCAL_RANK",
-        ),
-        (HYDRA | {"PMI_SIZE": "4", "MASTER_ADDR": "a"}, "MASTER_ADDR or MASTER_PORT is not set"),
-        (
-            SRUN | {"SLURM_STEP_NODELIST": ""},
-            "export MASTER_ADDR=HOST MASTER_PORT=29500 before srun",
         ),
     ],
 )
@@ -235,10 +162,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1"} | ADDRESS
     ("env", "config", "variable"),
     [
         (ALONE | {"RAY_ADDRESS": "head:6379"}, {}, "RAY_ADDRESS"),
-        (ALONE, {"workers": 2}, "workers"),
         (ALONE, {"ray_address": "head:6379"}, "ray_address"),
         (TORCHRUN, {"ray_address": "local"}, "ray_address"),
-        (SRUN, {"ray_address": "head:6379"}, "ray_address"),
     ],
 )
 def test_a_rank_that_also_asks_for_ray_is_refused(
@@ -252,26 +177,3 @@ def test_a_rank_that_also_asks_for_ray_is_refused(
         ConfigError, match=f"{variable} = .* asks for Ray, but .*; unset (RANK|SLURM_PROCID) and "
     ):
         refuse_both(place, make_config(config | BATCHES), frozenset(config))
-
-
-def test_a_rank_of_several_trains_beside_a_ray_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A torchrun in a pod of a Ray cluster: RAY_ADDRESS is the pod's, and not a wish."""
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    place = place_of(TORCHRUN)
-    assert place
-    refuse_both(place, make_config({"workers": 4} | BATCHES), frozenset({"workers"}))
-
-
-@pytest.mark.parametrize("env", [TORCHRUN, TORCH, SRUN, OPEN_MPI])
-def test_a_command_that_starts_ranks_itself_is_started_once(env: dict[str, str]) -> None:
-    with pytest.raises(
-        ConfigError, match="each of them would start a run of its own; start it once"
-    ):
-        refuse_many_starts(env, "it")
-
-
-@pytest.mark.parametrize("env", [{}, ALONE, BATCH, {"RANK": "3"}])
-def test_it_does_not_mind_what_is_left_over(env: dict[str, str]) -> None:
-    refuse_many_starts(env, "it")

@@ -110,12 +110,6 @@ def test_the_entries_of_the_package_are_rooms_and_its_face() -> None:
     assert entries >= ON_TOP | OF_DATA
 
 
-def test_the_face_imports_nothing_at_its_top() -> None:
-    for module in MODULES:
-        if room(module) == FACE:
-            assert not own_modules(MODULES[module], top_only=True), module
-
-
 @cache
 def below(name: str) -> frozenset[str]:
     """Return the rooms that a room imports, also those that these import, and itself."""

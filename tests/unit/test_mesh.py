@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import threading
 import time
@@ -12,25 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from nanoray.errors import ConfigError, GroupNotFormed, RankDiffers, RendezvousError
-from nanoray.faults.cause import is_collective_error
+from nanoray.errors import ConfigError, RankDiffers, RendezvousError
 from nanoray.mesh.mesh import break_meeting, join, refuse_meeting
 from nanoray.mesh.rendezvous import (
-    BackendChoice,
     RankDevice,
     Rendezvous,
     choose_backend,
     connect_store,
-    network_env,
     open_store,
     public_name,
-    rendezvous_of,
 )
-from nanoray.mesh.wire import SealedStore
-from tests.harness.commands import forkserver
-from tests.harness.ports import closed_port
 
 TORCHRUN = {
     "RANK": "3",
@@ -47,33 +37,6 @@ def test_rendezvous_from_torchruns_environment() -> None:
     r = Rendezvous.from_env(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert (r.rank, r.world_size, r.local_rank, r.local_world_size, r.node_rank) == (3, 4, 1, 2, 1)
     assert (r.master_addr, r.master_port, r.agent_store) == ("10.0.0.1", 29500, True)
-
-
-def test_a_torchrun_restart_reads_no_key_of_the_attempt_before() -> None:
-    first, second = (
-        Rendezvous.from_env(
-            TORCHRUN | {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": n}
-        )
-        for n in "01"
-    )
-    assert first.secret != second.secret
-
-
-def test_rendezvous_as_a_statefulset_sets_it() -> None:
-    r = Rendezvous.from_env(
-        {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "train-0", "MASTER_PORT": "29500"}
-    )
-    assert (r.rank, r.local_rank, r.local_world_size, r.node_rank, r.agent_store) == (
-        2,
-        0,
-        1,
-        2,
-        False,
-    )
-
-
-def test_no_variables_is_one_process() -> None:
-    assert Rendezvous.from_env({"MASTER_ADDR": "x", "PATH": "y"}).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +68,6 @@ SLICES = [RankDevice("mig", "node", "GPU-1")] * 2
     [
         ([CPU, CPU], "auto", None, "gloo", "CPU ranks"),
         (GPUS, "auto", (2, 29, 7), "nccl", "one rank per GPU, NCCL 2.29.7"),
-        (GPUS, "gloo", (2, 29, 7), "gloo", "asked for"),
         (GPUS, "auto", None, "gloo", "this torch build has no NCCL"),
         (
             SHARED,
@@ -123,14 +85,6 @@ SLICES = [RankDevice("mig", "node", "GPU-1")] * 2
             "slices of one GPU: NCCL 2.30.7 refuses that (from 2.31.0",
         ),
         (SLICES, "auto", (2, 31, 2), "nccl", "NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        # The same GPU index on two nodes is two GPUs.
-        (
-            [RankDevice("cuda", "a", "0"), RankDevice("cuda", "b", "0")],
-            "auto",
-            (2, 29, 7),
-            "nccl",
-            "one rank per GPU",
-        ),
     ],
 )
 def test_choice_of_a_backend(
@@ -164,21 +118,6 @@ def test_nccl_that_cannot_work_is_refused(ranks: Any, nccl: Any, text: str) -> N
     with pytest.raises(ConfigError) as error:
         choose_backend(ranks, "nccl", nccl)
     assert text in str(error.value)
-
-
-def test_backend_choice_is_a_tuple_with_names() -> None:
-    assert choose_backend([CPU], "auto", None) == BackendChoice("gloo", "CPU ranks", {})
-
-
-def test_network_variables_are_passed_through_and_never_invented() -> None:
-    env = {
-        "NCCL_SOCKET_IFNAME": "eth1",
-        "GLOO_SOCKET_IFNAME": "eth2",
-        "HOME": "/x",
-        "MY_NCCL_": "no",
-    }
-    assert network_env(env) == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth2"}
-    assert network_env({}) == {}
 
 
 def rendezvous(rank: int, world: int, port: int, secret: str = "s") -> Rendezvous:
@@ -293,28 +232,6 @@ def test_a_listener_that_never_answers_does_not_hang_us() -> None:
         assert time.monotonic() - start < 60, "a guard against a hang"
 
 
-def test_a_store_that_is_gone_is_no_reason_to_wait() -> None:
-    """A survivor served it, and died. The others need not try until their timeout."""
-    began = time.monotonic()
-    refused = pytest.raises(
-        RendezvousError, match=r"cannot reach the store at 127.0.0.1:\d+; .*refused"
-    )
-    with closed_port() as port, refused:
-        connect_store(replace(rendezvous(1, 2, port), agent_store=True), 60)
-    assert time.monotonic() - began < 10
-
-
-def test_a_taken_port_is_said() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        master = Rendezvous(
-            rank=0, world_size=2, master_addr="127.0.0.1", master_port=taken.getsockname()[1]
-        )
-        with pytest.raises(RendezvousError, match="is rank 0 up, and the port free"):
-            connect_store(master, 2)
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -341,53 +258,3 @@ def test_the_variables_of_an_address_that_fails_are_named(
     )
     assert text in said
     assert "\n" not in said
-
-
-def test_groups_that_cannot_form_end_in_one_line_with_a_remedy() -> None:
-    """The ranks have met, and gloo then refuses what nanoray has no check for.
-
-    In a process of its own: gloo keeps the transport that it reads first, and would refuse each
-    later group of this one.
-    """
-    store = open_store("127.0.0.1", 2, 10)
-    # The other rank's part of the roll call; it never gets as far as gloo.
-    other = SealedStore(dist.PrefixStore(f"nanoray/{public_name('s')}", store), "s")
-    other.set("facts/1", json.dumps({"WORLD_SIZE": "2", "backend": "gloo"}))
-    other.set("route/1", json.dumps(["", ""]))
-    other.add("arrived", 1)
-    answer = forkserver.Queue()
-    process = forkserver.Process(target=join_over_no_transport, args=(store.port, answer))
-    process.start()
-    said, is_retried = answer.get(timeout=100)
-    process.join(60)
-    assert said.startswith("rank 0 of 2 met the others, but could not connect to them over gloo (")
-    assert "makeDeviceForHostname(" in said.partition("over gloo (")[2]
-    assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each host to one of its " in said
-    assert "\n" not in said
-    assert is_retried, "on Ray a lost peer is the likely cause: tried again"
-
-
-def join_over_no_transport(port: int, answer: Any) -> None:
-    os.environ["GLOO_DEVICE_TRANSPORT"] = "NOWHERE"
-    try:
-        join(rendezvous(0, 2, port), {}, timeout_s=5, init_timeout_s=60)
-    except GroupNotFormed as error:
-        answer.put((str(error), is_collective_error(error)))
-
-
-def test_the_kernel_picks_a_different_port_each_time() -> None:
-    a, b = open_store("127.0.0.1", 1, 5), open_store("127.0.0.1", 1, 5)
-    assert a.port != b.port
-    assert min(a.port, b.port) > 0
-
-
-def test_records_of_ranks_count_within_their_nodes() -> None:
-    ranks = rendezvous_of(
-        ["b", "a", "b"], BackendChoice("gloo", "asked for", {"KEY": "1"}), "secret"
-    )
-    found = [(r.rank, r.world_size, r.local_rank, r.local_world_size, r.node_rank) for r in ranks]
-    assert found == [(0, 3, 0, 2, 0), (1, 3, 0, 1, 1), (2, 3, 1, 2, 0)]
-    assert all(
-        (r.backend, r.backend_reason, r.secret) == ("gloo", "asked for", "secret") for r in ranks
-    )
-    assert all(dict(r.env)["KEY"] == "1" for r in ranks)

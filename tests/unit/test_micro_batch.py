@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanoray.cli import Loaded, parse_args
 from nanoray.config import Batch, batch_for, make_config, micro_batches, resolve_batch
 from nanoray.config.layers import load_config
-from nanoray.errors import ConfigError, WorkerFailed
+from nanoray.errors import WorkerFailed
 from nanoray.launch import auto
-from nanoray.own.settings import loaded_of
 
 AUTO = {"micro_batch_size": "auto", "global_batch_size": 24}
 
 
 # What is asked.
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"global_batch_size": 0}, "auto divides a global batch, and there is none; give global"),
-        ({"grad_accum_steps": 2}, "auto with grad_accum_steps = 2: accumulation follows from the"),
-        ({"model": "resnet"}, "auto with model = resnet: its batch norms take mean and variance"),
-    ],
-)
-def test_what_it_does_not_go_with(values: dict[str, Any], message: str) -> None:
-    make_config(AUTO)
-    with pytest.raises(ConfigError, match=message) as error:
-        make_config(AUTO | values)
-    assert "\n" not in str(error.value)
-
-
-def test_a_script_is_told_to_ask_for_the_number_itself() -> None:
-    with pytest.raises(ConfigError, match=r"the number that nanoray.tune\(main, config\) finds"):
-        loaded_of(AUTO)
-
-
-def test_a_recipe_without_a_global_batch_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("micro_batch_size: 4\ngrad_accum_steps: 2\n")
-    flags = ["--config", str(file), "--micro_batch_size", "auto"]
-    with pytest.raises(ConfigError, match="and there is none; give global_batch_size"):
-        parse_args(flags, "prog", "what")
-    found = parse_args([*flags, "--global_batch_size", "8"], "prog", "what")
-    assert found.config.micro_batch_search
-    assert ("micro_batch_search", True, "flag") in found.chosen()
 
 
 def test_a_number_replaces_auto_and_auto_a_number(tmp_path: Path) -> None:
@@ -126,17 +92,3 @@ def test_a_search_that_fails_or_is_stopped_ends_the_launch(
     with pytest.raises(SystemExit) as stopped:
         auto.with_micro_batch(asked(tmp_path))
     assert stopped.value.code == 130
-
-
-# Sends the signal to this process, and then waits as a search does
-SEARCH = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-os.kill(os.getppid(), signal.SIGTERM)
-time.sleep(30)
-"""
-
-
-def test_a_signal_for_the_launcher_stops_the_search() -> None:
-    assert auto._run([sys.executable, "-c", SEARCH]) == 143
-    assert auto._run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 137

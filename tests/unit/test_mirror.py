@@ -10,7 +10,6 @@ import pytest
 
 from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Config, make_config
-from nanoray.errors import StateLost
 from nanoray.mesh.layout import Layout, mirror_distance, mirrored
 from nanoray.mesh.pieces import Piece
 from nanoray.train.mirror import Span, senders
@@ -118,20 +117,6 @@ def test_each_element_is_sent_once_by_a_rank_that_holds_it(seed: int) -> None:
         assert own[-1][1] == size
         for begin, end, rank in own:
             assert any(n == name and b <= begin and end <= e for n, b, e in spans[rank])
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_neighbours_that_are_lost_together_take_a_share_with_them(ranks: int) -> None:
-    sizes = {"w": 100}
-    for first in range(ranks):
-        for second in range(first + 1, ranks):
-            spans = held(ranks, sizes)
-            spans[first] = spans[second] = []
-            if (second - first) % ranks in (1, ranks - 1):
-                with pytest.raises(StateLost, match="elements of w from"):
-                    senders(spans, sizes)
-            else:
-                assert sum(end - begin for (_, begin, end), _ in senders(spans, sizes)) == 100
 
 
 def config(**settings: object) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoray.cli import parse_args
-from nanoray.config import Config, Settings, load_config, make_config, recipe_of, resolve_batch
+from nanoray.config import Config, Settings, load_config, make_config, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines
@@ -23,75 +22,6 @@ TEXT = replace(
     IMAGES, name="text", dtype="uint16", vocab_size=65, train_tokens=6_400, kind="tokens"
 )
 RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"resnet_depth": 20, "model": "resnet", "tokenizer": "byte"},
-            "tokenizer = byte would be ignored: model = re",
-        ),
-        (
-            {"model": "resnet", "dropout": 0.1},
-            "dropout = 0.1 would be ignored: model = resnet has no such option",
-        ),
-        ({"model": "resnet", "bias": True}, "bias = True would be ignored"),
-        ({"model": "resnet", "scaling": "nanochat"}, "scaling = nanochat would be ignored"),
-        (
-            {"model": "resnet", "dataset": "shakespeare"},
-            "dataset = shakespeare with model = resnet: the dataset is text",
-        ),
-        (
-            {"dataset": "cifar10"},
-            "dataset = cifar10 with model = gpt: the dataset has images, and a gpt learns from text",
-        ),
-        ({"dataset": "cifar10-generated"}, "dataset = cifar10-generated with model = gpt"),
-        (
-            {"resnet_depth": 32},
-            "resnet_depth = 32 would be ignored: model = gpt has no such option",
-        ),
-        ({"label_smoothing": 0.1}, "label_smoothing = 0.1 would be ignored"),
-        ({"sync_batchnorm": True}, "sync_batchnorm = True would be ignored"),
-        (
-            {"model": "resnet", "resnet_depth": 18},
-            "resnet_depth = 18 is not 6n + 2 (8, 14, 20, 32, 44, 50, ...); try",
-        ),
-        (
-            {"model": "resnet", "resnet_depth": 2},
-            "resnet_depth = 2 is not 6n + 2 (8, 14, 20, 32, 44, 50, ...); try 8",
-        ),
-        (
-            {"momentum": 0.9},
-            "momentum = 0.9 would be ignored: optimizer = adamw has its own; use optimizer sgd",
-        ),
-        (
-            {"optimizer": "sgd", "nesterov": True},
-            "nesterov = True would be ignored: momentum = 0.0; give momentum 0.9",
-        ),
-        (
-            {"num_epochs": 2, "scaling": "nanochat"},
-            "num_epochs = 2 would be ignored: scaling = nanochat derives",
-        ),
-        (
-            {"model": "resnet", "dataset": "cifar10-generated", "data_url": "file:///x"},
-            "data_url = file:///x would be ignored",
-        ),
-    ],
-)
-def test_what_has_no_effect_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_config({"global_batch_size": 12} | values)
-
-
-def test_what_a_resnet_takes() -> None:
-    config = make_config(
-        RESNET | {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "label_smoothing": 0.1}
-    )
-    assert config.resnet_depth == 20
-    for depth in (8, 14, 20, 32, 44, 50):
-        assert make_config(RESNET | {"resnet_depth": depth}).resnet_depth == depth
-    assert make_config(RESNET | {"dataset": "cifar10", "data_url": "file:///x"}).data_url
 
 
 def test_weight_decay_is_a_flag_of_sgd_with_momentum_only() -> None:
@@ -149,37 +79,6 @@ def test_a_nested_batch_size_is_that_of_each_rank(
     assert resolve_batch(load_config(str(path), preset), ranks) == batch
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "model: {name: resnet, layers: 8}",
-            "unknown key model.layers; did you mean n_layer?",
-        ),
-        (
-            "training: {lr: 1}",
-            "unknown key training.lr; did you mean lr?",
-        ),
-        (
-            "training: {learning_rate: 1.0}\nlr: 0.5",
-            "lr = 0.5 and lr = 1.0 are the same key",
-        ),
-        (
-            "model: {name: resnet, num_layers: 18}\nmicro_batch_size: 1",
-            "resnet_depth = 18 is not 6n + 2",
-        ),
-        (
-            "model: {name: vgg}\nmicro_batch_size: 1",
-            "model = 'vgg': Input should be 'gpt', 'resnet'",
-        ),
-        ("training: 3\nmicro_batch_size: 1", "unknown key training"),
-    ],
-)
-def test_a_wrong_nested_key_is_named(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load(tmp_path, text)
-
-
 def test_the_example_configurations_differ_in_how_ranks_share_the_work_only() -> None:
     folder = Path(__file__).resolve().parents[2] / "examples" / "configs"
     ddp, fsdp = (
@@ -233,20 +132,6 @@ def test_epochs_and_steps_replace_each_other_layer_by_layer(tmp_path: Path) -> N
         load(tmp_path, "micro_batch_size: 1", num_epochs="2", max_steps="7")
     assert load(tmp_path, "max_steps: 7\nnum_epochs: 0\nmicro_batch_size: 1").max_steps == 7, (
         "a run's config.json"
-    )
-
-
-def test_checks_of_steps_wait_for_the_epochs() -> None:
-    values = RESNET | {"num_epochs": 30, "stop_at": 5000, "comm_trace": "every=9000"}
-    assert planned(make_config(values), IMAGES)[0].stop_at == 5000
-    with pytest.raises(ConfigError, match="stop_at = 5000 is beyond max_steps = 391"):
-        planned(make_config(values | {"num_epochs": 1}), IMAGES)
-
-
-def test_epochs_are_no_part_of_the_experiment() -> None:
-    assert recipe_of(make_config(RESNET | {"num_epochs": 3})) == recipe_of(make_config(RESNET))
-    assert recipe_of(make_config(RESNET)) != recipe_of(
-        make_config(RESNET | {"momentum": 0.9, "optimizer": "sgd"})
     )
 
 

@@ -5,7 +5,6 @@ cuts, refusals.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,29 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import check_shape
-from nanoray.checkpoint.run import recovers_in_place
-from nanoray.config import load_config, make_config, resolve_batch
-from nanoray.data.prepare import prepare
-from nanoray.errors import CheckpointError, ConfigError
-from nanoray.forecast.dry_run import dry_run_lines, talk_lines
-from nanoray.forecast.memory import Sizes, model_memory
+from nanoray.config import make_config
+from nanoray.errors import CheckpointError
+from nanoray.forecast.dry_run import talk_lines
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
-from nanoray.models.costs import (
-    activation_memory,
-    active_parameters,
-    count_parameters,
-    flops_per_token,
-)
-from nanoray.models.gpt import GPT, KVCache, ModelShape
+from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTraining, Z
-from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
 from nanoray.state.state_dict import StateDict
 from nanoray.train.watch import routing
-from tests.unit.test_activation_checkpointing import Living
 
 SHAPE = ModelShape(
     2, 4, 20, 8, True, 65, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=1
@@ -224,26 +212,6 @@ def test_compiled_blocks_compute_the_same() -> None:
         torch.testing.assert_close(a, b)
 
 
-@torch.no_grad()
-def test_sampling_with_cached_keys_reads_as_without() -> None:
-    model = gpt().eval()
-    idx, cache = batch()[0], [KVCache(8) for _ in range(2)]
-    step_by_step = [model(idx[:, t : t + 1], kv_cache=cache) for t in range(8)]
-    for t in range(8):
-        torch.testing.assert_close(step_by_step[t], model(idx[:, : t + 1]))
-    assert generate(model, idx[:, :2], 12).shape == (3, 14)
-
-
-def test_a_dense_model_is_as_it_was() -> None:
-    assert "experts" not in ModelShape(2, 4, 20, 8, True, 65).to_dict()
-    assert ModelShape(**SHAPE.to_dict()) == SHAPE  # type: ignore[arg-type]
-    assert not [
-        name
-        for name, _ in GPT(ModelShape(2, 4, 20, 8, True, 65)).named_parameters()
-        if "router" in name
-    ]
-
-
 def test_a_checkpoint_of_another_mixture_is_refused() -> None:
     def state(shape: ModelShape) -> StateDict:
         return StateDict(
@@ -260,39 +228,6 @@ def test_a_checkpoint_of_another_mixture_is_refused() -> None:
 
 
 # Costs.
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shared", [0, 2])
-def test_the_number_of_parameters_is_what_torch_counts(bias: bool, shared: int) -> None:
-    shape = ModelShape(2, 4, 20, 8, bias, 65, 4, 2, 24, shared)
-    model = gpt(shape=shape)
-    assert count_parameters(shape) == sum(p.numel() for p in model.parameters())
-    one = sum(
-        p.numel() // 4
-        for name, p in model.named_parameters()
-        if ".mlp.up." in name or ".mlp.down." in name
-    )
-    assert active_parameters(shape) == count_parameters(shape) - 2 * one
-    assert flops_per_token(shape) == 6 * (active_parameters(shape) - 8 * 20) + 12 * 2 * 20 * 8
-
-
-@pytest.mark.parametrize("how", ["none", "selective", "block"])
-@pytest.mark.parametrize("mixture", [(4, 2, 128, 0), (8, 1, 64, 0), (4, 2, 128, 1)])
-def test_memory_is_what_the_formula_says(how: str, mixture: tuple[int, int, int, int]) -> None:
-    shape = ModelShape(4, 4, 64, 32, False, 128, *mixture)
-    model = gpt(how, shape=shape)
-    tokens = torch.randint(0, 128, (16, 32))
-    with Living(model) as living:
-        loss = model(tokens, tokens)
-        kept = living.now
-        loss.backward()
-    estimate = activation_memory(shape, 16, "fp32", how)
-    deeper = activation_memory(ModelShape(5, 4, 64, 32, False, 128, *mixture), 16, "fp32", how)
-    layers = 4 * (deeper["activations"] - estimate["activations"])
-    outside = 16 * 32 * (8 * 64 + 24) + estimate["logits"] / 2
-    assert kept == pytest.approx(layers + outside, rel=0.01)
-    assert living.peak == pytest.approx(estimate["activations"] + 2 * estimate["logits"], rel=0.35)
 
 
 # Cuts.
@@ -373,114 +308,6 @@ def test_each_element_has_one_owner_and_is_put_together_again(
     for name, piece in whole_pieces(gpt()).items():
         assert sum(other.numel for other, _ in saved[name]) == piece.numel, name
         assert torch.equal(fill(piece, saved[name]).view(piece.shape), whole[name]), name
-
-
-def test_holders_are_the_ranks_with_the_same_piece() -> None:
-    for mode in ("ddp_by_hand", "zero1"):
-        every = [shard for rank in range(4) for shard in owned(rank, 2, 4, mode)]
-        places = [shard.piece.place for shard in every]
-        assert all(shard.holders == places.count(shard.piece.place) for shard in every), mode
-
-
-def test_memory_and_dry_run(text: Path, tmp_path: Path) -> None:
-    small = {
-        "experts": 4,
-        "expert_hidden": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "precision": "fp32",
-        "device": "cpu",
-    }
-    values = small | {
-        "micro_batch_size": 2,
-        "dataset": str(text),
-        "data_dir": str(tmp_path),
-        "bucket_mb": 0.001,
-    }
-    config = make_config(values | {"ep": 2, "dp_mode": "zero1"})
-    dataset = prepare(config)
-    model = GPT(ModelShape.of(config, dataset.vocab_size))
-    experts = sum(
-        p.numel() for name, p in model.named_parameters() if name in ep.names_of_experts(model)
-    )
-    rest = Sizes.of(model).params - experts
-    ep.cut(model, Axis("ep", (0, 1), 0, None, Mesh(0, 2, 0, torch.device("cpu"), "none", "test")))
-    found = model_memory(config, model, 4, 1, 0.001)
-    assert found["parameters"] == 4 * (rest + experts // 2)
-    assert found["optimizer"] == pytest.approx(8 * (rest / 4 + experts / 2 / 2), abs=16)
-    mirror = {n: model_memory(config, model, n, 1, 0.001, mirrored=True)["mirror"] for n in (4, 2)}
-    assert mirror[4] == pytest.approx(12 * (rest / 4 + experts / 2 / 2), abs=24)
-    assert mirror[2] == pytest.approx(12 * rest / 2 + 16 * experts / 2, abs=24), (
-        "the weights of the other experts, too"
-    )
-    lines = dry_run_lines(config, [], resolve_batch(config, 4), dataset, "here")
-    assert lines[0] == "mesh       4 rank(s) = dp 4 (ep 2)"
-    total, active = (
-        f(ModelShape.of(config, dataset.vocab_size)) for f in (count_parameters, active_parameters)
-    )
-    (model,) = [line for line in lines if line.startswith("model ")]
-    assert f" {total:,} parameters, {active:,} active: 2 of 4 experts a token, " in model
-    assert f"parameters {4 * (rest + experts // 2) / 2**20:.1f}" in "".join(lines)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    def refused(match: str, **values: Any) -> None:
-        with pytest.raises(ConfigError, match=match):
-            make_config({"micro_batch_size": 1, **values})
-
-    by_hand = {"dp_mode": "zero1"}
-    refused(r"ep = 2 would be ignored: experts = 0", ep=2)
-    refused(r"z_loss = 0.5 would be ignored: experts = 0", z_loss=0.5)
-    refused(r"experts_per_token = 5 is above experts = 4", experts=4, experts_per_token=5)
-    refused(r"ep = 3 does not divide experts = 4; use an ep of 1, 2, 4", experts=4, ep=3, **by_hand)
-    refused(
-        r"ep = 2 with dp_mode = ddp: .* use dp_mode ddp_by_hand, zero1 or zero2",
-        experts=4,
-        ep=2,
-    )
-    refused(r"ep = 2 with dp_mode = fsdp", experts=4, ep=2, dp_mode="fsdp")
-    refused(
-        r"tp = 4 must divide n_head = 4, .*, but it does not divide expert_hidden = 6; use a tp of "
-        r"1, 2",
-        **{"experts": 4, "tp": 4, "n_head": 4, "n_embd": 64, "expert_hidden": 6},
-    )
-    refused(r"dp_mode = fsdp with pp = 2", experts=4, pp=2, dp_mode="fsdp", n_layer=4)
-    refused(
-        r"scaling = nanochat with experts = 4: its rules are for models without experts",
-        experts=4,
-        scaling="nanochat",
-    )
-    refused(r"experts = 4 would be ignored: model = resnet", experts=4, model="resnet")
-    config = make_config({"micro_batch_size": 1, "experts": 4, "ep": 2, **by_hand})
-    with pytest.raises(
-        ConfigError, match=r"ep = 2 does not divide dp = 3; choose a divisor of dp for ep"
-    ):
-        Layout.of(config, 3)
-    config = make_config(
-        {"micro_batch_size": 1, "experts": 4, "ep": 2, "tp": 2, "pp": 2, "n_layer": 4, **by_hand}
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"ep = 2 does not divide dp = 3 of dp\*tp\*pp = 3\*2\*2 = 12 ranks; choose",
-    ):
-        Layout.of(config, 12)
-    with pytest.raises(
-        ConfigError, match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank"
-    ):
-        Layout.of(config, 6)
-    axis = Axis("ep", (0, 1, 2), 0, None, Mesh(0, 3, 0, torch.device("cpu"), "none", "test"))
-    with pytest.raises(ConfigError, match="ep = 3 does not divide experts = 4"):
-        ep.cut(gpt(), axis)
-    with pytest.raises(ConfigError, match="ep = 3 cuts experts, but the model has none"):
-        ep.cut(nn.Linear(2, 2), axis)
-    assert not recovers_in_place(config, "gloo", 4), "a lost rank's experts may be nowhere else"
-
-
-def test_the_preset_takes_the_flops_of_the_dense_one() -> None:
-    shape, dense = (
-        ModelShape.of(load_config(preset=name), 65) for name in ("moe-tiny", "shakespeare-cpu")
-    )
-    assert flops_per_token(shape) == pytest.approx(flops_per_token(dense), rel=0.01)
 
 
 # Metrics.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Config, make_config
-from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.precision import LossScaler
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
@@ -83,20 +82,6 @@ def test_the_state_has_names_and_loads_to_the_bit() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
     )
-
-
-def test_the_state_of_another_optimizer_is_refused() -> None:
-    ours = model()
-    shards = whole_shards(ours)
-    plain, heavy = make_optimizer(ours, config()), make_optimizer(ours, config(momentum=0.9))
-    with pytest.raises(
-        CheckpointError, match=r"holds nothing, but SGD needs \['momentum_buffer'\]"
-    ):
-        load_optimizer_tensors(heavy, shards, optimizer_tensors(plain, shards))
-    with pytest.raises(
-        CheckpointError, match=r"holds \['momentum_buffer'\], but SGD needs nothing"
-    ):
-        load_optimizer_tensors(plain, shards, optimizer_tensors(heavy, shards))
 
 
 def test_a_first_update_that_is_left_out_leaves_momentum_at_zero() -> None:

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoray.bench.held import held_bytes
 from nanoray.config import Config, load_config
-from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import step_unless
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer, set_lr
-from nanoray.train.optim.muon import MOMENTUM, Muon, orthogonal
+from nanoray.train.optim.muon import MOMENTUM, orthogonal
 
 SHAPE = ModelShape(2, 2, 16, 8, True, 65)
 
@@ -149,14 +147,3 @@ def test_a_step_that_is_left_out_changes_nothing_and_others_have_the_same_bits()
         optimizer_tensors(o, whole_shards(gpt)) for o, gpt in ((second, two), (first, one))
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_memory_is_what_the_formula_says() -> None:
-    gpt = GPT(ModelShape(4, 4, 64, 32, False, 500))
-    optimizer = make_optimizer(gpt, config())
-    assert isinstance(optimizer, Muon)
-    give_gradients(gpt, 0)
-    optimizer.step()
-    held = held_bytes(gpt, [], optimizer)
-    formula = state_memory(config(), Sizes.of(gpt), 1, 1, 25.0)
-    assert formula["optimizer"] == pytest.approx(held["optimizer"], rel=0.01)

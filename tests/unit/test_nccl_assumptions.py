@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster import test_nccl_rehearsal as on_ray
 from tests.gpu import test_nccl_assumptions as on_gpu
-from tests.harness.nccl_assumptions import ASSUMPTIONS, rests_on, table
+from tests.harness.nccl_assumptions import ASSUMPTIONS, table
 from tests.ranks import test_nccl_rehearsal as on_ranks
 from tests.ranks import test_nccl_stand_in as on_stand_in
 
@@ -38,16 +38,6 @@ def test_each_assumption_is_needed_and_each_rehearsal_names_its_own() -> None:
     needed = needed_by(on_ranks) | {f"Ray: {k}": v for k, v in needed_by(on_ray).items()}
     assert not [name for name, ids in needed.items() if not ids]
     assert set().union(*needed.values()) == set(IDS)
-
-
-def test_the_list_is_in_order_and_has_sources() -> None:
-    assert [f"A{i}" for i in range(1, len(ASSUMPTIONS) + 1)] == IDS
-    assert all(each.source and each.statement for each in ASSUMPTIONS)
-
-
-def test_a_rehearsal_cannot_rest_on_what_is_not_in_the_list() -> None:
-    with pytest.raises(ValueError, match="no assumption A99"):
-        rests_on("A1", "A99")
 
 
 def test_the_documents_print_the_list() -> None:

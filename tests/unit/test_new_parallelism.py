@@ -237,30 +237,8 @@ def test_it_is_in_a_dry_run(answers: dict[str, Any]) -> None:
     )
 
 
-def test_it_is_in_a_forecast(answers: dict[str, Any]) -> None:
-    lines: list[str] = answers["forecast"]
-    assert any("xp  4 group(s) of 2" in line for line in lines)
-    assert any("xp" in line and "greetings" in line and "1.0 MB" in line for line in lines)
-    (step,) = [line for line in lines if line.startswith("step ")]
-    assert "exposed xp " in step
-
-
-def test_it_is_in_the_search(answers: dict[str, Any]) -> None:
-    lines: list[str] = answers["forecast"]
-    assert any("xp 2 " in line and "× the step" in line for line in lines)
-    (refused,) = [line for line in lines if "xp 4, 8 " in line]
-    assert refused.endswith("xp above 2: two ranks greet each other")
-
-
 def test_it_is_refused_by_the_table(answers: dict[str, Any]) -> None:
     assert answers["refused"] == "xp = 2 with replicas = 2: they do not greet; drop xp"
-
-
-def test_it_is_in_an_inspection(answers: dict[str, Any]) -> None:
-    assert answers["inspect"]["xp"] == 2
-    assert answers["owner"] == (
-        "tp: 1/2 along dim 0 of 128×32; xp: whole on each; dp ddp: whole on each"
-    )
 
 
 def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:
@@ -316,20 +294,3 @@ def test_axes_are_listed_in_one_place() -> None:
         f"{found}: a list of axes by hand misses the next one; loop over AXES, Layout.sizes() or "
         "PARALLELISMS"
     )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'for axis in ("tp", "cp", "pp"): pass',
-        'sizes = {"tp": 1, "pp": 1, "ep": 1}',
-        "ranks = config.cp * config.tp * config.pp",
-        "whole = config.cp == 1 and config.tp == 1 and config.pp == 1",
-        "key = (place.tp, place.pp, place.ep)",
-        'text = f"{config.cp}*{config.tp}*{config.pp}"',
-        "place = Coords(tp=0, pp=stage, ep=0)",
-    ],
-)
-def test_a_list_by_hand_is_found(text: str) -> None:
-    assert axes_named_together(parse(text)) == [1]
-    assert axes_named_together(parse('pair = ("tp", "ep", size)')) == []

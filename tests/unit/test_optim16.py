@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.bench.held import held_bytes
 from nanoray.config import make_config
-from nanoray.errors import CheckpointError, ConfigError
-from nanoray.forecast.memory import Sizes, state_memory
-from nanoray.host.choose import choose_precision
+from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import whole_shards
-from nanoray.models.gpt import GPT, ModelShape
-from nanoray.models.precision import LossScaler, float32_products, weight_type
+from nanoray.models.precision import LossScaler, weight_type
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.optim.optim16 import Optim16, random_bits, round_at_random
@@ -213,105 +208,3 @@ def test_state_of_another_precision_is_refused_or_converted() -> None:
         match=r"but Optim16 needs .*'master'.*in its precision",
     ):
         load_optimizer_tensors(other, whole_shards(masters), saved)
-
-
-@pytest.mark.parametrize(
-    ("settings", "each"),
-    [
-        ({"precision": "bf16_pure"}, (2, 2, 4)),
-        ({"precision": "fp16_pure"}, (2, 2, 4)),
-        ({"precision": "bf16_pure", "master_weights": "fp32"}, (2, 2, 12)),
-        ({"precision": "bf16_pure", "optimizer": "sgd"}, (2, 2, 0)),
-        ({"precision": "fp16_pure", "optimizer": "sgd", "master_weights": "fp32"}, (2, 2, 4)),
-    ],
-)
-def test_the_memory_formula_is_what_is_held(
-    settings: dict[str, Any], each: tuple[int, ...]
-) -> None:
-    config = make_config(BASE | settings)
-    model = GPT(ModelShape(2, 2, 32, 16, False, 64)).to(weight_type(config.precision))
-    optimizer = make_optimizer(model, config)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    found = state_memory(config, Sizes.of(model), 1, 1, 1.0)
-    sizes = [found[part] for part in ("parameters", "gradients", "optimizer")]
-    assert sizes == [size * sum(p.numel() for p in model.parameters()) for size in each]
-    held = held_bytes(model, [], optimizer)
-    counters = 4 * len(list(model.parameters()))
-    assert held == dict(zip(held, [sizes[0], sizes[1], sizes[2] + counters], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"precision": "tf32", "device": "cpu"},
-            "precision = tf32 with device = cpu: tf32 is a format of GPUs; use precis",
-        ),
-        (
-            {"master_weights": "fp32"},
-            "master_weights = fp32 would be ignored: precision = auto; use precision bf16_pure",
-        ),
-        (
-            {"precision": "bf16", "rounding": "stochastic"},
-            "rounding = stochastic would be ignored: precision = bf16",
-        ),
-        (
-            {"precision": "fp16_pure", "rounding": "stochastic"},
-            "rounding = stochastic would be ignored: precision = fp16_pure; use precision bf16_pure, or",
-        ),
-        (
-            {"precision": "bf16_pure", "rounding": "stochastic", "master_weights": "fp32"},
-            "rounding = stochastic with master_weights = fp32: it is for weights "
-            "without a float32 copy",
-        ),
-        (
-            {"precision": "bf16_pure", "model": "resnet"},
-            "with model = resnet: it stores the weights of a gpt in 16 bits; use precis.*16",
-        ),
-        (
-            {"precision": "bf16_pure", "experts": 4},
-            "with experts = 4: it is for a gpt without experts; use precision",
-        ),
-        (
-            {"precision": "bf16_pure", "tp": 2},
-            "precision = bf16_pure with tp = 2: parts of a model have float32 weig",
-        ),
-        (
-            {"precision": "fp16_pure", "pp": 2},
-            "precision = fp16_pure with pp = 2: .*drop pp, or use precision bf16 or fp16",
-        ),
-        (
-            {"precision": "bf16_pure", "dp_mode": "fsdp"},
-            "with dp_mode = fsdp: it shards float32 weights; use dp_mode",
-        ),
-        (
-            {"precision": "bf16_pure", "optimizer": "sgd", "momentum": 0.9},
-            "with momentum = 0.9: only adamw and plain sgd round to 16 bits; use optimizer adamw, "
-            "or precision bf16",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        make_config({"micro_batch_size": 1} | settings)
-    assert re.search(message, str(error.value))
-
-
-def test_tf32_needs_a_gpu_that_has_it() -> None:
-    config = make_config({"micro_batch_size": 1, "precision": "tf32"})
-    for kind, bf16_gpu, have in (
-        ("cpu", None, "device = cpu"),
-        ("cuda", False, "a GPU is older than compute capa"),
-    ):
-        with pytest.raises(
-            ConfigError,
-            match=f"precision = tf32 .*{have}.*; use precision fp32",
-        ):
-            choose_precision(config, kind, frozenset(), bf16_gpu)
-    assert choose_precision(config, "cuda", frozenset(), True) == (
-        "tf32",
-        "asked for",
-    )
-    assert [float32_products(p) for p in ("fp32", "tf32", "bf16")] == ["highest", "high", "high"]

@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from nanoray.config import Batch
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import DataError
-from nanoray.own.data.batch import Counted, CountedTargets, NamedBatch, as_pair, counted
+from nanoray.own.data.batch import Counted, as_pair, counted
 from nanoray.own.data.epochs import Epochs
 from nanoray.own.data.source import Items, OwnData, source_of
 from nanoray.own.data.stream import Stream
@@ -101,17 +100,6 @@ def test_augmentation_depends_on_the_sample_alone() -> None:
     assert torch.equal(noise(1, 3), alone)
 
 
-def test_a_gap_is_a_sample_that_counts_as_none() -> None:
-    """Micro batches smaller than the loader's batches, as after a change of the number of ranks."""
-    loader = DataLoader(TensorDataset(torch.arange(5.0), torch.arange(5)), batch_size=4)
-    data = OwnData(loader, None, 0, 4, CPU)
-    data.divide(Batch(2, 4, 1), 0)
-    targets = [data.train_batch(first, 2)[1] for first in range(0, 8, 2)]
-    assert all(isinstance(target, CountedTargets) for target in targets)
-    assert [target.samples for target in targets] == [2, 2, 1, 0]
-    assert targets[2].targets.tolist() == [4]
-
-
 def test_a_batch_is_not_the_loaders_own_memory() -> None:
     """A model may change its inputs in place, and the first batch is read more than once."""
     x = torch.ones(2, 3)
@@ -128,27 +116,13 @@ class Stored:
         yield self.x, self.x
 
 
-def test_a_dict_is_both_inputs_and_targets() -> None:
-    items = [{"x": torch.tensor(float(i)), "label": i} for i in range(4)]
-    data = OwnData(items, items, 0, 2, CPU)
-    for x, y in (data.train_batch(0, 2), data.val_batch(data.val_windows(2))):
-        assert isinstance(x, NamedBatch)
-        assert x is y
-        assert x["x"].tolist() == x["label"].tolist()
-
-
 x, y, image = torch.zeros(5, 3), torch.zeros(5), torch.zeros(3, 8, 8)
 BATCHES = {
     "two tensors": ((x, y), 5),
     "texts first": ({"text": ["a"] * 5, "x": x}, 5),
-    "a scalar first": ({"scale": torch.tensor(2.0), "n": 3, "x": x}, 5),
     "parts of all samples": (([x, torch.zeros(5)], [y, y]), 5),
-    "an image for each sample": (([image] * 5, y), 5),
     "images and boxes": (((image,) * 2, ({"boxes": torch.zeros(1, 4)}, {"boxes": x})), 2),
-    "texts alone": ((["a"] * 4, ["b"] * 4), 4),
-    "a packed sequence": ((pack_sequence([x, x[:2]]), torch.zeros(2)), 2),
     "no sample": ((x[:0], y[:0]), 0),
-    "a graph": ({"x": x, "edges": torch.zeros(2, 7)}, None),
     "lists of two lengths": ((["a"] * 4, ["b"] * 3), None),
     "no tensor": (({"scale": 1.0}, 2), None),
 }

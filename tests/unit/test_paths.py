@@ -10,7 +10,7 @@ import pytest
 
 from nanoray.cli import parse_args
 from nanoray.config import Config, load_config
-from nanoray.config.paths import PATH_KEYS, expand, expand_paths
+from nanoray.config.paths import PATH_KEYS
 from nanoray.errors import ConfigError
 from nanoray.own.settings import loaded_of
 
@@ -69,36 +69,6 @@ def test_a_variable_is_expanded_wherever_the_path_stands(key: str, tmp_path: Pat
     assert getattr(load_config(str(file.with_suffix(".json")), "tiny"), key) == path
 
 
-def test_weights_and_urls_are_expanded_too(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"init_from = {tmp_path}/scratch/gpt2: there is no such"):
-        parse_args(["--init_from=$SCRATCH/gpt2"], "x", "y")
-    config = parse_args(["--dataset=shakespeare", "--data_url=file://$SCRATCH/a"], "x", "y").config
-    assert config.data_url == f"file://{tmp_path}/scratch/a"
-
-
-def test_the_commands_own_files_are_expanded(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("max_steps: 7\nmicro_batch_size: 1\n")
-    for given in ("~/mine.yaml", "$HOME/mine.yaml"):
-        assert parse_args([f"--config={given}"], "x", "y").config.max_steps == 7
-    # Also where another machine trains
-    assert parse_args(["--config=~/mine.yaml"], "x", "y", elsewhere=True).config.max_steps == 7
-
-
-def test_what_is_expanded(tmp_path: Path) -> None:
-    for text, path in {
-        "$SCRATCH/x": f"{tmp_path}/scratch/x",
-        "${SCRATCH}x": f"{tmp_path}/scratchx",
-        "x~": "x~",
-        "~": str(tmp_path),
-        "~/$EMPTY": f"{tmp_path}/",
-        "auto": "auto",
-        "": "",
-        "data/*_[0-9].bin": "data/*_[0-9].bin",
-    }.items():
-        assert expand("dataset", text) == path, text
-    assert expand_paths({"out_dir": tmp_path, "lr": "$A"}) == {"out_dir": str(tmp_path), "lr": "$A"}
-
-
 @pytest.mark.parametrize(
     "text", ["$ABSENT/x", "${ABSENT}", "${oc.env:SCRATCH}/x", "$(whoami)/x", "~nobody-has-this/x"]
 )
@@ -114,26 +84,8 @@ def test_what_cannot_be_expanded_is_refused(text: str, tmp_path: Path) -> None:
     assert str(in_file.value) == str(error.value)
 
 
-def test_paths_of_another_machine_stay_as_they_are() -> None:
-    for text in ("$ABSENT/x", "~/x"):
-        flags = [f"--out_dir={text}"]
-        assert parse_args(flags, "x", "y", elsewhere=True).config.out_dir == text
-
-
 def test_no_secret_of_a_url_is_repeated() -> None:
     with pytest.raises(ConfigError) as error:
         parse_args(["--upload=s3://KEY:SECRET@b/$ABSENT"], "x", "y")
     assert "SECRET" not in str(error.value)
     assert "ABSENT" in str(error.value)
-
-
-def test_a_run_keeps_the_expanded_path(tmp_path: Path) -> None:
-    values: dict[str, Any] = {"data_dir": "$SCRATCH/x", "resume": "none"}
-    ran = loaded_of(values).config
-    assert ran.data_dir == f"{tmp_path}/scratch/x"
-    run = tmp_path / "2026-11-21_101500_own"
-    run.mkdir()
-    (run / "config.json").write_text(ran.to_json())
-    resumed = parse_args([f"--resume=~/{run.name}"], "x", "y").config
-    assert resumed.data_dir == f"{tmp_path}/scratch/x"
-    assert resumed.resume == str(run)

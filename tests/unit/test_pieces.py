@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from itertools import pairwise
 from math import prod
 
@@ -12,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoray.errors import ConfigError
 from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, boxes_of_range, fill, overlaps, whole_pieces, whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 
@@ -70,14 +66,6 @@ def test_what_is_missing_or_cut_otherwise_is_an_error() -> None:
         fill(whole, [(Piece.whole("w", (6, 4)), torch.zeros(24))])
 
 
-def test_a_piece_goes_through_json() -> None:
-    piece = Piece.whole("qkv", (12, 4), (3, 4, 4)).flat_range(5, 31)
-    assert Piece.from_json("qkv", json.loads(json.dumps(piece.to_json()))) == piece
-    assert piece.all == Piece.whole("qkv", (12, 4), (3, 4, 4))
-    assert not piece.is_whole
-    assert piece.all.is_whole
-
-
 def test_a_gpt_cuts_queries_keys_and_values_apart() -> None:
     model = GPT(ModelShape(1, 2, 8, 4, True, 65))
     pieces = whole_pieces(model)
@@ -107,42 +95,8 @@ def test_every_rank_has_one_place_and_one_group_per_axis(sizes: tuple[int, int, 
             assert [getattr(places[rank], axis) for rank in group] == [*range(len(group))]
 
 
-def test_a_mesh_has_one_layout() -> None:
-    cpu = torch.device("cpu")
-    assert Mesh(3, 4, 0, cpu, "none", "").layout == Layout(dp=4), "without one it is data parallel"
-    layout = Layout(dp=2, tp=2)
-    assert Mesh(3, 4, 0, cpu, "none", "", layout=layout).layout is layout
-    with pytest.raises(ConfigError, match=r"dp\*tp\*pp = 2\*2\*1 = 4, but there are 8 ranks"):
-        Mesh(3, 8, 0, cpu, "none", "", layout=layout)
-
-
 def test_neighbours_share_a_replica() -> None:
     layout = Layout(dp=2, tp=2)
     assert layout.groups("tp") == [(0, 1), (2, 3)]
     assert layout.groups("dp") == [(0, 2), (1, 3)]
     assert Layout(dp=4, ep=2).groups("ep") == [(0, 1), (2, 3)]
-
-
-def test_layouts_that_cannot_be() -> None:
-    from nanoray.errors import ConfigError
-
-    with pytest.raises(
-        ConfigError, match=r"ep = 2 does not divide dp = 3; choose a divisor of dp for ep"
-    ):
-        Layout(dp=3, ep=2)
-    with pytest.raises(ConfigError, match=r"tp = 0, but an axis has at least one rank; raise tp"):
-        Layout(tp=0)
-    with pytest.raises(
-        ConfigError, match=r"dp\*tp\*pp = 2\*2\*1 = 4, but there are 3 ranks; set workers to 4, or"
-    ):
-        Layout(dp=2, tp=2).require(3)
-
-
-def test_random_tilings_of_a_large_parameter() -> None:
-    rng = random.Random(0)
-    whole = Piece.whole("w", (120, 32))
-    numbers = torch.arange(float(120 * 32))
-    for ranks in range(1, 8):
-        cuts = [0, *sorted(rng.randrange(120 * 32) for _ in range(ranks - 1)), 120 * 32]
-        saved = [(p := whole.flat_range(a, b), p.take(numbers)) for a, b in pairwise(cuts)]
-        assert torch.equal(fill(whole, saved), numbers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,15 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoray.config import make_config
 from nanoray.data import documents, prepare_shards
 from nanoray.data.__main__ import main
 from nanoray.data.documents import Files
 from nanoray.data.headers import LLMC_HEADER_BYTES
 from nanoray.data.hub import SETS, Hub
-from nanoray.data.prepare import prepare
 from nanoray.data.tokenizer import ByteTokenizer
-from nanoray.data.tokens import open_tokens
 
 BYTE = {"kind": "byte"}
 
@@ -176,21 +172,6 @@ def test_characters_are_those_of_all_documents(tmp_path: Path) -> None:
     assert main([*arguments, "--out", str(tmp_path / "new")]) == 2
 
 
-def test_a_run_reads_the_shards(tmp_path: Path) -> None:
-    """As the token files of other tools: a folder, or a pattern."""
-    out = tmp_path / "out"
-    arguments = ["--tokenizer", "byte", "--out", str(out), "--shard_tokens", "64"]
-    assert main(["tokenize", str(write_jsonl(tmp_path)), *arguments]) == 0
-    for dataset in (out, out / "*.bin"):
-        config = make_config({"dataset": str(dataset), "block_size": 4, "global_batch_size": 1})
-        info = prepare(config)
-        assert info.tokenizer == {"kind": "byte"}
-        assert len(info.files("train")) > 1
-        for split in ("train", "val"):
-            numbers = open_tokens(info, split).numbers
-            assert numbers[np.arange(len(numbers))].tolist() == tokens_of(out, split)
-
-
 def test_a_set_of_the_hub_is_read_from_a_copy(tmp_path: Path) -> None:
     pytest.importorskip("datasets")  # not with Python 3.10
     copy = tmp_path / "copy"
@@ -257,20 +238,3 @@ def test_what_cannot_be_prepared_is_refused(
     assert main(["tokenize", *defaults, *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
-
-
-def test_a_set_of_the_hub_is_refused_where_it_cannot_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("datasets")  # not with Python 3.10
-    pq.write_table(pa.table({"content": ["a"]}), tmp_path / "a.parquet")
-    command = ["openwebtext", "--tokenizer", "byte", "--out", str(tmp_path / "out"), "--source"]
-    assert main([*command, str(tmp_path)]) == 2
-    assert "has no column text; it has content" in capsys.readouterr().err
-    assert main([*command, str(tmp_path / "nothing")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: cannot open the data set ")
-    assert error.endswith("or give a folder with a copy of its files with --source\n")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert main([*command, str(tmp_path)]) == 2
-    assert "need the library datasets; pip install 'nanoray[hub]'" in capsys.readouterr().err

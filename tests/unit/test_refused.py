@@ -17,19 +17,6 @@ from nanoray.checkpoint.folder import discard_refused
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DataFailed,
-    NanorayError,
-    PlacementError,
-    RankDiffers,
-    RendezvousError,
-    StateLost,
-    TrainingDiverged,
-    WorkerFailed,
-)
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.own import launch_own
 from nanoray.own.settings import DEFAULTS
@@ -108,15 +95,6 @@ def test_a_folder_of_an_earlier_command_stays(tmp_path: Path) -> None:
     assert spec.folder.is_dir()
 
 
-def test_which_errors_are_refusals() -> None:
-    """Of the others, the logs of the ranks have more than the message."""
-    for kind in (ConfigError, DataError, CheckpointError, PlacementError, RankDiffers):
-        assert kind.refuses, kind
-    for other in (NanorayError, RendezvousError, TrainingDiverged, DataFailed, StateLost):
-        assert not other.refuses, other
-    assert not WorkerFailed.refuses
-
-
 # ---- scripts -------------------------------------------------------------------------------------
 
 
@@ -163,16 +141,6 @@ def test_a_script_that_is_refused_leaves_no_folder(
 ) -> None:
     assert runs_after(tmp_path, main) == []
     assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_nor_does_one_that_its_upload_follows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The end does not wait for what is not sent, and says nothing about it."""
-    url = f"file://{tmp_path}/there"
-    assert runs_after(tmp_path, few_samples, upload=url) == []
-    said = capsys.readouterr()
-    assert "upload" not in said.out + said.err
 
 
 def test_a_file_of_the_script_and_a_defect_of_it_stay(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -21,21 +18,17 @@ import pytest
 
 from nanoray.checkpoint.run import (
     RunSpec,
-    disk_used,
     lock_run,
-    new_folder,
     read_attempt,
     write_attempt,
-    write_summary,
 )
 from nanoray.cli import parse_args
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.start.folder import open_run
-from tests.harness.commands import Command, run, wait_for
 from tests.harness.messages import find_line
-from tests.harness.ranks import TINY, make_spec, run_ranks
+from tests.harness.ranks import make_spec, run_ranks
 
 HOLD = "import sys, time; from pathlib import Path; from nanoray.checkpoint.run import lock_run\n"
 HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
@@ -77,36 +70,6 @@ def test_a_run_in_use_is_refused_and_left_alone(text: Path, tmp_path: Path) -> N
     assert again.folder == folder
     assert again.lock
     assert (folder / "lock").read_text() == f"pid {os.getpid()} on {platform.node()}\n"
-
-
-def test_a_second_command_on_a_live_run_is_refused(text: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "words.yaml"
-    values = TINY | {
-        "dataset": str(text),
-        "data_dir": str(tmp_path / "cache"),
-        "checkpoint_every": 5,
-    }
-    recipe.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
-    flags = ("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path / "runs"))
-    with Command(*flags, "--max_steps", "100000") as first:
-        wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/step_*")), process=first)
-        second = run(*flags, "--resume", "auto")
-        assert second.returncode == 2, second.stdout
-        assert f"is in use by pid {first.pid} on {platform.node()}" in second.stderr
-        assert first.poll() is None
-    third = run(*flags, "--resume", "auto", "--stop_at", "1")
-    assert third.returncode == 0, third.stderr
-
-
-def test_a_process_of_the_same_number_on_a_host_of_the_same_name_is_another(
-    text: Path, tmp_path: Path
-) -> None:
-    """As in two containers: the text in the lock file says nothing about who holds it."""
-    folder = make_spec(text, tmp_path).folder
-    with held(folder):
-        (folder / "lock").write_text(f"pid {os.getpid()} on {platform.node()}\n")
-        with pytest.raises(ConfigError, match="is in use by"):
-            lock_run(folder)
 
 
 def test_a_resume_compares_with_what_the_run_was_trained_with(text: Path, tmp_path: Path) -> None:
@@ -161,17 +124,6 @@ def test_resume_never_writes_into_a_folder_of_another_name(text: Path, tmp_path:
     assert longer.resume == str(longer.folder)
 
 
-def test_a_folder_is_named_in_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # UTC+14
-    time.tzset()
-    try:
-        stamp = new_folder(tmp_path, "x").name[:17]
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-    assert abs(calendar.timegm(time.strptime(stamp, "%Y-%m-%d_%H%M%S")) - time.time()) < 3600
-
-
 def test_the_lock_lives_as_long_as_the_spec(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path)
     folder = spec.folder
@@ -183,19 +135,6 @@ def test_the_lock_lives_as_long_as_the_spec(text: Path, tmp_path: Path) -> None:
     del spec
     with held(folder):
         pass
-
-
-def test_a_file_system_without_locks_is_said_once(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    spec = make_spec(text, tmp_path)
-    assert spec.lock is None
-    (note,) = spec.notes
-    find_line(note, "warning", str(spec.folder), "locked", "No locks available", "only one command")
 
 
 def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
@@ -216,25 +155,6 @@ def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
     write_attempt(replace(spec, attempt=3))
     again = make_spec(text, tmp_path / "runs", resume="auto")
     assert read_attempt(again.folder) == (0, again.started), "a new command counts anew"
-
-
-def test_the_disk_is_as_full_as_df_says(tmp_path: Path) -> None:
-    said = subprocess.run(
-        ["df", "--output=pcent", tmp_path], capture_output=True, text=True, check=True
-    ).stdout
-    assert disk_used(tmp_path)["disk/used"] == pytest.approx(
-        int(said.split()[-1].rstrip("%")), abs=2
-    )
-    assert disk_used(tmp_path / "gone") == {}, "a file system that does not answer ends no run"
-
-
-def test_a_summary_that_cannot_be_written_hides_nothing(
-    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A full disk has ended the run: its own error is the one to raise."""
-    spec = replace(make_spec(text, tmp_path), folder=tmp_path / "gone")
-    assert write_summary(spec, {"exit_reason": "failed"}, 0)["exit_reason"] == "failed"
-    assert "summary.json was not written: [Errno 2]" in caplog.text
 
 
 def test_a_resumed_run_stays_where_it_is_unless_an_out_dir_is_given(

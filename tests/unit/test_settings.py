@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.config import Settings, load_settings, make_config
-from nanoray.config.settings import DEFAULT, FLAG, lines_of, origin_of, public
+from nanoray.config.settings import FLAG, lines_of
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.host.device import Device
@@ -27,8 +26,7 @@ from nanoray.start.folder import open_run
 from nanoray.start.opening import Opening, with_precision
 from nanoray.tools.check import main as check
 from nanoray.train.__main__ import main as train
-from nanoray.train.agree import decided_otherwise
-from tests.harness.ranks import TINY, make_spec, run_ranks
+from tests.harness.ranks import TINY, run_ranks
 
 STEPS = st.lists(
     st.tuples(
@@ -62,36 +60,6 @@ def test_a_key_is_of_the_last_step_that_changed_it(steps: list[tuple[dict[str, i
     assert untouched == make_config(TINY).model_dump(exclude=set(last))
 
 
-def test_a_step_is_validated_as_a_whole() -> None:
-    """Values of one step may need each other: here a floor above the old rate."""
-    settings = load_settings(preset="tiny")
-    moved = settings.set({"lr": 2.0, "min_lr": 1.5}, {"lr": "rule 1", "min_lr": "rule 2"})
-    assert (moved.origins["lr"], moved.origins["min_lr"]) == ("rule 1", "rule 2")
-    with pytest.raises(ConfigError, match="min_lr"):
-        settings.set({"min_lr": 1.5}, "rule 2")
-
-
-def test_each_layer_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("lr: 0.01\nmax_steps: 50\ndp_mode: fsdp\nfsdp_gather: bf16\n")
-    settings = load_settings(str(file), "tiny", {"max_steps": "60"})
-    assert settings.given == {"max_steps"}
-    lines = written(settings)
-    for line in (
-        f"name mine (file {file})",
-        "n_layer 2 (preset tiny)",
-        f"lr 0.01 (file {file})",
-        "max_steps 60 (flag)",
-        f"dp_mode fsdp (file {file})",
-        f"fsdp_gather bf16 (file {file})",
-    ):
-        assert line in lines
-    assert origin_of(settings.origins, "fsdp_gather") == f"file {file}"
-    assert origin_of(settings.origins, "seed") == DEFAULT
-    # What a preset sets to the default is nothing to read about
-    assert not [line for line in lines if line.startswith(("seed", "dropout"))]
-
-
 @pytest.mark.parametrize(("axis", "preset"), [("pp", "gpt2-124m"), ("ep", "moe-tiny")])
 def test_without_a_dp_mode_an_axis_gets_one_that_goes_with_it(
     axis: str, preset: str, tmp_path: Path
@@ -114,14 +82,6 @@ def test_without_a_dp_mode_an_axis_gets_one_that_goes_with_it(
     ):
         with pytest.raises(ConfigError, match="dp_mode = ddp"):
             Layout.of(load_settings(**asked).config, 8)
-
-
-def test_a_replaced_key_leaves_no_origin() -> None:
-    """Epochs replace the preset's steps, and a batch per rank its global one."""
-    flags = {"num_epochs": "1", "micro_batch_size": "2", "grad_accum_steps": "3"}
-    origins = load_settings(preset="tiny", overrides=flags).origins
-    assert not {"max_steps", "global_batch_size"} & origins.keys()
-    assert {origins[key] for key in flags} == {FLAG}
 
 
 def test_the_weakest_gpu_decides_the_precision() -> None:
@@ -148,34 +108,6 @@ def flags_of(text: Path, tmp_path: Path, *more: str) -> list[str]:
 
 def dry_launch(argv: list[str]) -> int:
     return launch(parse_args(argv, "launch", "x"), time.time())
-
-
-@pytest.mark.parametrize(
-    ("command", "workers"), [(train, None), (dry_launch, "workers 2 (2 CPUs)")]
-)
-def test_a_dry_run_says_where_each_value_comes_from(
-    command: Callable[[list[str]], int],
-    workers: str | None,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("nanoray.launch.__main__.available_cpus", lambda: 2.0)
-    monkeypatch.setattr("nanoray.start.opening.cpu_features", frozenset)
-    argv = flags_of(text, tmp_path, "--num_epochs", "2", "--dry_run")
-    assert command(argv) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("mesh ")
-    assert lines[-1] == "dry run: nothing was started"
-    found = [line[11:] for line in lines if line.startswith("setting ")]
-    assert found[0] == "name tiny (preset tiny)"
-    assert "block_size 32 (preset tiny)" in found
-    assert "precision fp32 (this CPU has neither amx_bf16 nor avx512_bf16)" in found
-    epochs = next(line for line in found if line.startswith("max_steps"))
-    assert "2 epoch(s) × " in epochs
-    assert [line for line in found if line.startswith("workers")] == ([workers] if workers else [])
 
 
 # ---- resumes ---------------------------------------------------------------------------------------
@@ -270,31 +202,3 @@ def test_a_resume_names_variables_alone(trained: Path, tmp_path: Path) -> None:
     notes = notes_of(argv)
     assert "env in TOKEN (flag)" in notes
     assert SECRET not in notes
-
-
-def test_of_a_url_no_credentials_are_shown() -> None:
-    assert public("data_url", "https://joe:hunter2@a.org/x?sig=3") == "https://a.org/x"
-    assert public("dataset", "a/b.txt") == "a/b.txt"
-    assert public("lr", 0.1) == 0.1
-
-
-def test_ranks_say_what_their_device_decides_otherwise(trained: Path) -> None:
-    step = next((trained / "checkpoints").glob("step_*"))
-    config = RunSpec.from_dict(json.loads((trained / "run.json").read_text())).config
-    decided = config.model_copy(update={"precision": "bf16", "attention": "flash"})
-    notes = decided_otherwise(str(step), config, decided, "every GPU multiplies bf16")
-    assert notes == ["resume  precision is fp32 there and bf16 here (every GPU multiplies bf16)"]
-    # It was asked for: the driver has said so
-    assert not decided_otherwise(str(step), decided, decided, "asked for")
-    assert decided_otherwise("", config, decided, "") == []
-
-
-def test_an_edited_config_is_named(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path)
-    folder = spec.folder
-    del spec
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"lr": 0.5}))
-    loaded = parse_args(["--resume", str(folder)], "x", "y")
-    assert loaded.config.lr == 0.5
-    assert loaded.origins["lr"] == "edited in config.json"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoray.config import make_config
-from nanoray.launch.shares import Shares, keep, no_replica, smaller
+from nanoray.launch.shares import Shares, keep
 from tests.harness.ranks import TINY
 
 
@@ -164,28 +164,3 @@ def test_slots_that_hold_what_no_other_does_are_kept() -> None:
         "0 is gone: its neighbours have copies of what it had"
     )
     assert keep([0, 1, 2, 3], 1, ring) == []
-
-
-def test_what_is_said() -> None:
-    cut = config(tp=2, pp=2, dp_mode="ddp_by_hand")
-    told = "12 -> 8 rank(s) = dp 2 × tp 2 × pp 2 with the same global batch, until rank 0, 9, 10, 11 is back"
-    assert smaller(cut, 12, range(1, 9), [], 12) == told
-    assert (
-        smaller(cut, 12, range(1, 9), [9, 10], 12)
-        == f"{told}; rank 9, 10 has no part in that and ends"
-    )
-    assert (
-        smaller(config(), 3, [1, 2], [], 3)
-        == "3 -> 2 rank(s) with the same global batch, until rank 0 is back"
-    )
-    groups = config(dp_mode="fsdp", replicas=2)
-    assert smaller(groups, 4, [2, 3], [0], 4) == (
-        "4 -> 2 rank(s) = dp 2 with the same global batch, until rank 0, 1 is back; rank 0 has no "
-        "part in that and ends; no other group has its shares now, so a further loss restarts the run"
-    )
-    assert "no whole number of groups of the size that replicas = 2 gives them has every share" in (
-        no_replica(groups, [0])
-    )
-    assert no_replica(cut, [0, 5]).startswith(
-        "of the 2 rank(s) 0, 5 no whole number of replicas of 1*2*2*1 = cp*tp*pp*ep"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 
@@ -40,32 +39,6 @@ def test_ctrl_c_after_it_stops_now(first: signal.Signals) -> None:
     with pytest.raises(SystemExit) as caught:
         twice()
     assert caught.value.code == 130
-
-
-def test_another_sigterm_changes_nothing() -> None:
-    with catch_signals() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.exit_code == 130
-
-
-def test_in_another_thread_no_handler_is_installed_and_a_line_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Python installs handlers in the main thread alone: "signal only works in main thread"."""
-    before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
-    seen: list[object] = []
-
-    def launch() -> None:
-        with catch_signals() as stop:
-            seen.append([signal.getsignal(signum) for signum in STOP_SIGNALS])
-            seen.append(stop.requested)
-
-    thread = threading.Thread(target=launch)
-    thread.start()
-    thread.join()
-    assert seen == [before, False]
-    assert "launched outside of the main thread" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ends_process", [False, True])

@@ -96,11 +96,6 @@ def test_what_is_packed_is_what_is_loaded() -> None:
     assert not second.whole, "the caller says when"
 
 
-def test_the_tensors_of_a_pack_are_the_live_ones() -> None:
-    state = a_state(1, steps=1)
-    assert state.pack().model["emb.weight"].data_ptr() == state.model.emb.weight.data_ptr()
-
-
 def test_a_rewind_keeps_clock_and_guards_and_takes_the_new_cursor() -> None:
     state = a_state(1, steps=3)
     saved = through_json(state.pack())

@@ -60,11 +60,6 @@ class Extra(nn.Module):
         self.value = state
 
 
-class OneWay(nn.Module):
-    def get_extra_state(self) -> int:
-        return 1
-
-
 class Renamed(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -80,10 +75,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: with_buffer(torch.eye(3).to_sparse()),
         "torch.sparse_coo, which a checkpoint",
     ),
-    "meta": (
-        lambda: nn.Sequential(nn.Linear(2, 2, device="meta")),
-        "on meta, torch.strided, which",
-    ),
     "subclass": (
         lambda: with_buffer(torch.ones(2).as_subclass(Labelled)),
         "0.kept is a Labelled of",
@@ -91,10 +82,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (
         lambda: nn.Sequential(nn.LazyLinear(2)),
         "0.weight has no shape before the first forward; call the model on a batch before",
-    ),
-    "one way": (
-        lambda: nn.Sequential(OneWay()),
-        "module 0 has get_extra_state and no set_extra_state, so a resume could not restore it",
     ),
     "a set": (
         lambda: nn.Sequential(Extra({"a": [{1, 2}]})),
@@ -134,10 +121,7 @@ def test_a_translated_state_dict_is_refused_where_ranks_save_parts() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None,
         (1, [True, "zwei", {"a": (), "b": {}}], -0.0, 2**70),
-        [float("inf"), -float("inf")],
-        {"tensor": [1], "tuple": {"dict": {"float": "nan"}}},
         [np.float64(0.1), np.float32("nan"), np.int64(-3), np.bool_(True)],
         OrderedDict({2: Counter("aab"), None: {"": "float"}}),
     ],
@@ -149,16 +133,6 @@ def test_values_come_back_exactly(value: Any) -> None:
     found = join(values, tensors, torch.device("cpu"))["m"]
     assert repr(found) == repr(value)
     assert same(found, value)
-
-
-def test_tensors_within_values_come_back_as_copies() -> None:
-    inner = torch.arange(3, dtype=torch.int16)
-    tensors, values = split({"m": {"a": [inner, (inner * 2,)]}, "t": inner})
-    assert tensors.keys() == {"m/a/0", "m/a/1/0", "t"}
-    found = join(values, tensors, torch.device("cpu"))["m"]
-    assert torch.equal(found["a"][0], inner)
-    assert torch.equal(found["a"][1][0], inner * 2)
-    assert found["a"][0].data_ptr() != inner.data_ptr()
 
 
 @pytest.mark.parametrize("kind", ["assorted", "extra states", "moving", "growing"])

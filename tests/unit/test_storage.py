@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -18,12 +17,11 @@ from pydantic import ValidationError
 from nanoray.base.storage.store import Store
 from nanoray.base.storage.url import is_secret, problem_of, run_of, scrub
 from nanoray.checkpoint.manifest import MANIFEST, Damage, manifest_json, parse_manifest
-from nanoray.checkpoint.upload.__main__ import main as upload_by_hand
 from nanoray.checkpoint.upload.fetch import fetch_run
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.checkpoint.upload.send import RunCopy, is_record
 from nanoray.cli import parse_args
-from nanoray.config import Config, load_config, make_config
+from nanoray.config import Config, make_config
 from nanoray.errors import CheckpointError, ConfigError
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"
@@ -36,16 +34,9 @@ SECRET = "wJalrXUtnFEMI/K7MDENG"
     "url",
     [
         "s3://bucket/a folder/b",
-        "s3://bucket",
         "gs://bucket.example.org/runs",
         "file:///mnt/a b",
-        "s3://bucket/user@host/runs",
-        "s3://bucket/",
-        "s3://bucket//",
-        "s3://bucket/runs//",
-        "s3://Bucket/runs",
         "s3://bucket/a%2Fb/ü#1/.../a::b/*[",
-        "file:///mnt/runs/",
         "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/mine/runs",
     ],
 )
@@ -57,15 +48,9 @@ def test_these_urls_are_accepted(url: str) -> None:
     ("url", "words"),
     [
         ("runs/here", "is no URL; write s3://BUCKET/FOLDER"),
-        ("ftp://host/x", "unknown protocol ftp; use one of s3, gs, file"),
-        ("file://relative/x", "write three slashes, as in file:///mnt/runs"),
-        ("s3:///x", "names no bucket; write s3://BUCKET/FOLDER"),
         (f"s3://AKIA:{SECRET}@bucket/x", "s3://bucket/x contains more than a bucket"),
         (f"s3://AKIA:{SECRET}/x", "s3://.../... contains more than a bucket"),
-        (f"s3://bucket/x?X-Amz-Signature={SECRET}", "s3://bucket/x contains more than a bucket"),
         (f"ftp://me:{SECRET}@host/x", "ftp://host/x: unknown protocol"),
-        ("S3://bucket/x", "unknown protocol S3; use one of s3, gs, file"),
-        (" s3://bucket/x", "unknown protocol  s3; use one of s3, gs, file"),
     ],
 )
 @pytest.mark.parametrize("key", ["upload", "resume"])
@@ -122,28 +107,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # A store in a folder.
-
-
-@pytest.mark.parametrize("folder", ["a b", "a%2Fb", "ü#1", "a*b[1]?", "a::b", "~x", "$HOME", "{x}"])
-def test_a_folder_with_any_name_has_its_objects_under_it(tmp_path: Path, folder: str) -> None:
-    assert problem_of("upload", f"file://{tmp_path}/{folder}") is None
-    store = Store(f"file://{tmp_path}/{folder}/")
-    store.check()
-    store.write("RUN/m", b"12")
-    assert (tmp_path / folder / "RUN" / "m").read_bytes() == b"12"
-    assert store.sizes("RUN") == {"m": 2}
-    assert store.folders() == ["RUN"]
-    store.get("RUN/m", tmp_path / "copy" / "m")
-    store.put(tmp_path / "copy" / "m", "RUN/n")
-    assert store.read("RUN/n") == b"12"
-    assert store.read("RUN/none") is None
-
-
-def test_a_storage_that_refuses_ends_the_command_before_it_begins(tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    closed.write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be used: cannot write .*correct the URL"):
-        Upload(f"file://{closed}/x", 1.0).check()
 
 
 # Manifests.
@@ -245,24 +208,6 @@ def test_the_newest_checkpoint_goes_first_and_its_manifest_last(
     assert order == []
     copy_of(run_folder, there).update(is_last=True)
     assert sorted(order) == ["config.json", "logs/rank0.log", "metrics.jsonl"]
-
-
-def test_a_checkpoint_that_is_removed_meanwhile_is_not_there_and_named(
-    run_folder: Path,
-    there: Store,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    name = make_step(run_folder, 20)
-
-    def prune(sent: str) -> None:
-        if name in sent:
-            shutil.rmtree(run_folder / "checkpoints" / name, ignore_errors=True)
-
-    Looks(monkeypatch, prune)
-    copy_of(run_folder, there).update()
-    assert MANIFEST not in there.sizes(f"checkpoints/{name}")
-    assert f"warning  upload: {name} was removed" in capsys.readouterr().out
 
 
 def test_a_step_that_was_saved_again_looks_complete_at_no_moment(
@@ -377,24 +322,6 @@ def test_a_storage_that_fails_ends_no_run_and_says_why(
     assert f"warning  upload: cannot read file://{there}/{run_folder.name}/checkpoints" in first
     assert first.endswith("; it is tried again")
     assert "sends the rest" in last
-
-
-def test_a_run_is_not_sent_into_itself(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its own files would count as the copy, and be replaced while they are written."""
-    before = (run_folder / "metrics.jsonl").stat().st_ino
-    make_step(run_folder, 20)
-    (tmp_path / "link").symlink_to(run_folder.parent)
-    for url in (run_folder.parent, run_folder, run_folder / "copy", tmp_path / "link"):
-        assert upload_by_hand([str(run_folder), f"file://{url}"]) == 1
-        assert "is in the run's own folder, so it is no copy" in capsys.readouterr().out
-    assert (run_folder / "metrics.jsonl").stat().st_ino == before
-
-
-def test_config_json_is_written_with_the_url(tmp_path: Path) -> None:
-    config = load_config(preset="tiny", overrides={"upload": "s3://bucket/x"})
-    assert json.loads(config.to_json())["upload"] == "s3://bucket/x"
 
 
 # Fetching.

@@ -65,27 +65,6 @@ def hits(text: str, path: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("# a lost Seat", "Seat"),
-        ("the gang restarts", "gang"),
-        ("waited in vain", "in vain"),
-        ("run.stamp", "stamp"),
-    ],
-)
-def test_a_retired_word_is_found(line: str, word: str) -> None:
-    (found,) = hits(f"first\n{line}\n", "nanoray/x.py")
-    assert found.startswith(f"nanoray/x.py:2: {word!r}; write ")
-
-
-@pytest.mark.parametrize(
-    "line", ["timestamp = 1", "a seatbelt", "gangway", "wishbone", "os.stat(path)"]
-)
-def test_other_words_are_not(line: str) -> None:
-    assert hits(line, "nanoray/x.py") == []
-
-
 def test_sources_and_documents_use_none() -> None:
     names = {path.relative_to(ROOT).as_posix(): path for path in FILES}
     assert {
@@ -162,48 +141,6 @@ def count_in_package(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
         if found:
             by_file[path.relative_to(package).as_posix()] = found
     return by_file
-
-
-@pytest.mark.parametrize(
-    "name", ["told_memory", "_told", "written", "_head", "text", "look", "_lines", "_draw"]
-)
-def test_a_house_name_is_found(name: str) -> None:
-    assert house_names(f"x = 1\nclass A:\n    def {name}(self): ...\n") == [f"3: {name}"]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def lines(): ...",
-        "def draw(): ...",
-        "def draw_areas(): ...",
-        "def format_text(): ...",
-        "class A:\n    @property\n    def text(self): ...",
-        "told = 1",
-    ],
-)
-def test_other_names_are_not(source: str) -> None:
-    assert house_names(source) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "hit"),
-    [
-        ("x = 1  # nobody waits", "1: nobody"),
-        ('def f():\n    """Do.\n\n    The rank tells it.\n    """', "4: tells"),
-        ("raise ValueError(f'{x} knows no rank')", "1: knows"),
-        ("print('So many ranks')", "1: So many"),
-    ],
-)
-def test_a_house_word_is_found(source: str, hit: str) -> None:
-    assert house_words(source) == [hit]
-
-
-@pytest.mark.parametrize(
-    "source", ["told = knows(alike)", "# tell, known, unknown", "'not so few, many'"]
-)
-def test_other_words_and_identifiers_are_not(source: str) -> None:
-    assert house_words(source) == []
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoray.bench.compute import plain_loop
-from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.config import make_config
 from nanoray.data.__main__ import main
 from nanoray.data.dataset import DatasetInfo
@@ -80,7 +78,6 @@ def both(
 
 READ: dict[str, tuple[Write, str, str]] = {  # what is written -> dtype, kind of tokenizer
     "llm.c": (both(write_llmc, "{}.bin"), "uint16", "gpt2"),
-    "llm.c, as tiny_shakespeare": (both(write_llmc, "tiny_shakespeare_{}.bin"), "uint16", "gpt2"),
     "llm.c for Llama 3": (both(write_llmc, "{}.bin", "uint32"), "uint32", "ids"),
     "llm.c with another vocabulary": (
         both(write_llmc, "{}.bin", vocab_size=60_000),
@@ -93,19 +90,9 @@ READ: dict[str, tuple[Write, str, str]] = {  # what is written -> dtype, kind of
         "uint16",
         "gpt2",
     ),
-    "bare uint32 by meta.json": (
-        both(write_bare, "{}.bin", "uint32", vocab_size=100_000, dtype="uint32"),
-        "uint32",
-        "ids",
-    ),
     "bare int64 by meta.json": (
         both(write_bare, "{}.bin", "int64", vocab_size=50_257, dtype="int64"),
         "int64",
-        "ids",
-    ),
-    "bare bytes by meta.json": (
-        both(write_bare, "{}.bin", "uint8", small=True, vocab_size=65, dtype="uint8"),
-        "uint8",
         "ids",
     ),
     "bare ids of a tiny alphabet": (
@@ -159,45 +146,6 @@ def llmc_of(**others: int) -> Callable[..., None]:
     return lambda path, ids: write_llmc(path, ids, **others)
 
 
-def llmc_before(dtype: str) -> Callable[..., None]:
-    """Return a writer of llm.c's header before tokens of another type."""
-
-    def write(path: Path, ids: Any) -> None:
-        write_llmc(path, ids)
-        path.write_bytes(path.read_bytes()[:1024] + np.asarray(ids, dtype).tobytes())
-
-    return write
-
-
-# The text of a meta.json, and what is said of it
-WRONG_META = {
-    b"[]": "it is a JSON list and no object",
-    b'[{"vocab_size": 50257}]': "it is a JSON list and no object",
-    b"null": "it is a JSON null and no object",
-    b"50257": "it is a JSON number and no object",
-    b"true": "it is a JSON true or false and no object",
-    b'"gpt2"': "it is a JSON string and no object",
-    b"": "Expecting value",
-    b"{": "Expecting property name",
-    b'{"vocab_size": 50257': "Expecting ',' delimiter",
-    b"\xff": "'utf",
-    b"[" * 100_000: "its lists and objects are nested too deeply",
-    b'{"vocab_size": "50257"}': "not a tokenizer",
-    b'{"vocab_size": 50257.0}': "not a tokenizer",
-    b'{"vocab_size": 1e999}': "not a tokenizer",
-    b'{"vocab_size": -1}': "not a tokenizer",
-    b'{"vocab_size": true}': "not a tokenizer",
-    b'{"vocab_size": [50257]}': "not a tokenizer",
-    b'{"vocab_size": 1' + b"0" * 5000 + b"}": "Exceeds the limit",
-    b'{"vocab_size": 1' + b"0" * 400 + b"}": "not a tokenizer",
-    b'{"tokenizer": "gpt2"}': "not a tokenizer",
-    b'{"tokenizer": null}': "not a tokenizer",
-    b'{"tokenizer": {"kind": ["gpt2"]}}': "not a tokenizer",
-    b'{"tokenizer": {"kind": "gpt2"}, "vocab_size": [1]}': "vocab_size = [1], but its tokenizer has",
-    b'{"vocab_size": 50257, "dtype": 16}': "dtype = 16 is none of uint8",
-    b'{"vocab_size": 50257, "dtype": ["uint16"]}': "dtype = ['uint16'] is none of uint8",
-    b'{"vocab_size": 50257, "dtype": {}}': "dtype = {} is none of uint8",
-}
 REFUSED: dict[str, tuple[Write, str]] = {
     "llm.c, another version": (
         both(llmc_of(version=2), "{}.bin"),
@@ -207,19 +155,9 @@ REFUSED: dict[str, tuple[Write, str]] = {
         both(cut_off(write_llmc), "{}.bin"),
         "train.bin has 2018 bytes, but its header counts 500 tokens of uint16, which are 2024",
     ),
-    "llm.c, wrong count": (both(llmc_of(count=3), "{}.bin"), "its header counts 3 tokens"),
-    "llm.c's header before uint32": (
-        both(llmc_before("uint32"), "{}.bin"),
-        "its tokens are of another type",
-    ),
-    "llm.c's HellaSwag": (both(llmc_of(magic=20240522), "{}.bin"), "nothing says what the numbers"),
     "bare, nothing beside them": (
         both(write_bare, "{}.bin"),
         'nothing says what the numbers of {}/train.bin are; write {}/meta.json, for example {"dtype"',
-    ),
-    "bare, no dtype": (
-        both(write_bare, "{}.bin", vocab_size=50_257),
-        "nothing says what the numbers",
     ),
     "negative ids": (
         both(
@@ -238,24 +176,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         both(lambda path, ids: write_llmc(path, [*ids, 60_000]), "{}.bin"),
         "token 500 is 60000, but vocab_size is 50257; correct vocab_size or dtype in",
     ),
-    "meta.json without a vocabulary": (
-        both(write_bare, "{}.bin", dtype="uint16"),
-        "does not say what the tokens are; it must hold at least vocab_size, or tokenizer",
-    ),
 }
-
-
-@pytest.mark.parametrize("text", WRONG_META)
-def test_a_meta_json_of_another_shape_is_named_and_says_what_it_must_hold(
-    tmp_path: Path, text: bytes
-) -> None:
-    write_llmc(tmp_path / "train.bin", IDS)
-    write_llmc(tmp_path / "val.bin", IDS)
-    (tmp_path / "meta.json").write_bytes(text)
-    said = refused(lambda: prepare(config(tmp_path)))
-    assert f"{tmp_path / 'meta.json'}: {WRONG_META[text]}" in said
-    assert said.endswith("; it must hold at least vocab_size, or tokenizer")
-    assert "object has no attribute" not in said
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -265,14 +186,6 @@ def test_what_cannot_be_read_for_certain_is_refused(tmp_path: Path, name: str) -
     said = refused(lambda: prepare(config(tmp_path)))
     assert message.replace("{}", str(tmp_path)) in said
     assert "; " in said  # and its remedy
-
-
-def test_one_token_file_is_no_text(tmp_path: Path) -> None:
-    write_llmc(tmp_path / "train.bin", IDS)
-    said = refused(lambda: prepare(config(tmp_path / "train.bin")))
-    assert "train.bin is one file of tokens; name its folder" in said
-    (tmp_path / "play.bin").write_text("a play " * 50)
-    assert prepare(config(tmp_path / "play.bin")).train_tokens == 315
 
 
 @quick
@@ -316,25 +229,6 @@ def test_files_of_a_folder(tmp_path: Path, names: str) -> None:
     touch(tmp_path, *names.split())
     train, val = find_splits(tmp_path)
     assert (" ".join(train), " ".join(val)) == FOUND[names]
-
-
-NOT_FOUND = {
-    "": "has no train.bin and no val.bin",
-    "train.bin": "has no val.bin; name a folder that has both, under names such as train.bin, ",
-    "training.bin validate.bin": "has no train.bin and no val.bin",
-    "train.npy val.npy": "or make them: `nanoray data import` of .npy files",
-    "a_train.bin a_val.bin b_train.bin b_val.bin": "has more than one data set (a_* and b_*); choose",
-    "train.bin val.bin old_train.bin": "has more than one data set (* and old_*); choose by a pattern",
-    "train.bin train_0.bin val.bin": "the train files of",
-    "train_0.bin train_00.bin val.bin": "are not numbered one after the other (train_0.bin, train_00",
-    "train_0.bin train_2.bin val.bin": "(train_0.bin, train_2.bin, ...); copy it again, or choose",
-}
-
-
-@pytest.mark.parametrize("names", NOT_FOUND)
-def test_folders_that_are_not_clear(tmp_path: Path, names: str) -> None:
-    touch(tmp_path, *names.split())
-    assert NOT_FOUND[names] in refused(lambda: find_splits(tmp_path))
 
 
 def test_a_pattern_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,34 +398,6 @@ def test_files_of_different_kinds_are_refused(tmp_path: Path, name: str) -> None
     assert message in refused(lambda: prepare(config(folder)))
 
 
-def test_programs_that_nanoray_is_measured_against_read_the_same_tokens(tmp_path: Path) -> None:
-    """A benchmark that gave them the header, too, would compare two trainings."""
-    both(write_llmc, "{}.bin")(tmp_path)
-    keys = {"n_layer": 1, "n_head": 1, "n_embd": 8}
-    info = prepare(config(tmp_path, **keys))
-    NanoGPT(tmp_path, config(tmp_path, **keys), info, tmp_path / "peer")
-    copied = tmp_path / "peer" / "nanogpt" / "data" / "bench"
-    assert np.fromfile(copied / "train.bin", "uint16").tolist() == IDS[:500].tolist()
-    assert np.fromfile(copied / "val.bin", "uint16").tolist() == IDS[500:].tolist()
-
-    many = prepare(config(shards(tmp_path / "many", *KINDS["llm.c"]), **keys))
-    NanoGPT(tmp_path, config(tmp_path, **keys), many, tmp_path / "peer of many")
-    copied = tmp_path / "peer of many" / "nanogpt" / "data" / "bench"
-    assert np.fromfile(copied / "train.bin", "uint16").tolist() == IDS[:500].tolist()
-    assert "has several train files, and the plain loop reads one" in refused(
-        lambda: next(plain_loop(config(tmp_path, **keys), many, 1))
-    )
-
-    # uint16 is all that nanoGPT reads, so larger ids would be cut.
-    llama = tmp_path / "llama"
-    llama.mkdir()
-    both(write_llmc, "{}.bin", "uint32")(llama)
-    wide = prepare(config(llama, **keys))
-    assert "nanoGPT reads uint16" in refused(
-        lambda: NanoGPT(tmp_path, config(llama, **keys), wide, tmp_path / "no peer")
-    )
-
-
 # ---- imported -------------------------------------------------------------------------------------------------------
 
 
@@ -555,15 +421,6 @@ def test_numpys_arrays_become_the_same_tokens(tmp_path: Path, dtype: str) -> Non
     assert info.tokens_sha256 == same.tokens_sha256
 
 
-def test_arrays_have_the_vocabulary_of_meta_json(tmp_path: Path) -> None:
-    folder = tmp_path / "w"
-    folder.mkdir()
-    both(write_npy, "{}.npy", "int32", vocab_size=100_000)(folder)
-    info = prepare(config(imported(folder)))
-    assert (info.dtype, info.vocab_size) == ("uint32", 100_000)
-    assert tokens_of(info, "train") == IDS[:500].tolist()
-
-
 def floats(path: Path, ids: Any) -> None:
     np.save(path, np.asarray(ids, "float32"))
 
@@ -572,25 +429,14 @@ def table(path: Path, ids: Any) -> None:
     np.save(path, np.asarray(ids, "uint16").reshape(-1, 4))
 
 
-def objects(path: Path, ids: Any) -> None:
-    np.save(path, np.array([1, "a", None], dtype=object), allow_pickle=True)
-
-
 NOT_IMPORTED: dict[str, tuple[Write, str]] = {
     "floats": (both(floats, "{}.npy"), "is an array of float32 and shape"),
     "two dimensions": (both(table, "{}.npy"), "and shape (125, 4), and tokens are whole numbers"),
-    "objects": (both(objects, "{}.npy"), "is no array of numpy: Array can't be memory-mapped"),
     "cut off": (both(cut_off(write_npy), "{}.npy"), "is no array of numpy: "),
-    "bare numbers": (both(write_bare, "{}.npy"), "is no array of numpy: "),
     "another vocabulary": (
         both(lambda path, ids: write_npy(path, [*ids, 60_000]), "{}.npy"),
         "token 500 is 60000, but vocab_size is 50257",
     ),
-    "labels": (
-        both(lambda path, ids: write_npy(path, [*ids, -100], "int64"), "{}.npy"),
-        "token 500 is -100, but vocab_size is 50257",
-    ),
-    "no arrays": (both(write_bare, "{}.bin"), "has no .npy files"),
     "one split": (lambda folder: write_npy(folder / "train.npy", IDS), "has no val.bin"),
 }
 

@@ -18,27 +18,20 @@ import pytest
 import torch
 
 from nanoray.config import Config, load_config
-from nanoray.errors import ConfigError
 from nanoray.forecast.job import Job
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.gpt import ModelShape
-from nanoray.tune.__main__ import seconds_of, with_recipe
-from nanoray.tune.asked import KNOB_NAMES, MASKS, MAY, NORMS
-from nanoray.tune.command import require_words
+from nanoray.tune.asked import KNOB_NAMES, MASKS, NORMS
 from nanoray.tune.knobs import (
     ALWAYS,
-    KNOBS,
     Choice,
     TunedRun,
     configured,
     left_out,
     memory_bytes,
     options,
-    with_settings,
-    words,
 )
-from nanoray.tune.rank import safe_micro_batch
 from nanoray.tune.result import closing_lines, tuned_values, write_results
 from nanoray.tune.search import FINAL_TURNS, Search, is_faster
 from nanoray.tune.trials import STOPPED, SearchEnded, Trial, Trials
@@ -122,13 +115,6 @@ def test_a_change_that_gains_only_beside_another_one_is_found(tmp_path: Path) ->
     assert dict(search.best).items() >= {"attention": "plain", "micro_batch_size": 2}.items()
 
 
-def test_a_machine_on_which_all_is_equal_gets_no_recommendation(tmp_path: Path) -> None:
-    for seed in range(40):
-        search, _ = run(tmp_path, here_of(), lambda settings: 1.0, noise=0.1, seed=seed)
-        (tmp_path / "tune.jsonl").unlink()
-        assert search.best == ()
-
-
 def test_what_does_not_go_together_is_refused_and_not_measured(tmp_path: Path) -> None:
     search, trials = run(tmp_path, here_of(precision="bf16"), plain_wins, may=("precision",))
     assert not any(dict(choice).get("attention") == "cudnn" for choice in trials.samples)
@@ -164,16 +150,6 @@ def test_a_setting_with_another_loss_is_not_recommended(tmp_path: Path) -> None:
     assert any("it changes precision" in line for line in lines)
 
 
-def test_a_setting_that_is_far_slower_leaves_after_one_turn(tmp_path: Path) -> None:
-    def cost(settings: dict[str, Any]) -> float:
-        return 3.0 if "loss_chunk" in settings else plain_wins(settings)
-
-    _, trials = run(tmp_path, here_of(), cost)
-    slow = [choice for choice in trials.samples if choice == (("loss_chunk", 256),)]
-    for choice in slow:
-        assert len(trials.samples[choice]) == 1
-
-
 def test_a_spent_budget_ends_the_search_and_recommends_only_what_was_confirmed(
     tmp_path: Path,
 ) -> None:
@@ -181,24 +157,6 @@ def test_a_spent_budget_ends_the_search_and_recommends_only_what_was_confirmed(
     assert len(trials.measured) == 12
     assert search.ended == "the budget is spent"
     assert search.best == ()
-
-
-def test_a_budget_that_ends_in_the_first_turn_confirms_its_leader(tmp_path: Path) -> None:
-    """Where each block compiles first, a budget may be no longer than that."""
-    here = here_of()
-    once = 1 + len(options(here, ()))  # the present setting and each change, a block of each
-    search, trials = run(tmp_path, here, plain_wins, blocks=once, reserved=100, noise=0.005)
-    assert max(len(samples) for choice, samples in trials.samples.items() if choice) > 1
-    assert dict(search.best) == {"attention": "plain"}
-    assert len(search.verdict) == FINAL_TURNS
-
-
-def test_a_search_that_is_stopped_says_so(tmp_path: Path) -> None:
-    search, _ = run(tmp_path, here_of(), plain_wins, blocks=5, stops=True)
-    assert search.ended == STOPPED
-    lines = "\n".join(closing_lines(search))
-    assert "nothing was shown to be faster" in lines
-    assert "a larger budget looks further" in lines
 
 
 def test_a_search_that_lost_a_rank_ends_as_another_one(tmp_path: Path) -> None:
@@ -246,12 +204,6 @@ def test_norms_and_batches_of_a_script_keep_the_micro_batch() -> None:
     assert "micro_batch" not in knobs(in_batches, "norms", "masks")
 
 
-def test_micro_batches_are_a_rank_s_share_and_halves() -> None:
-    here = here_of(global_batch_size=24, micro_batch_size=1)
-    found = [dict(choice) for choice, knob in options(here, ()).items() if knob == "micro_batch"]
-    assert [settings["micro_batch_size"] for settings in found] == [24, 12, 6, 3]
-
-
 def test_what_needs_too_much_memory_by_formula_is_not_tried(tmp_path: Path) -> None:
     here = here_of()
     block = (("activation_checkpointing", "block"),)
@@ -260,52 +212,6 @@ def test_what_needs_too_much_memory_by_formula_is_not_tried(tmp_path: Path) -> N
     Search(trials, here, (), memory_bytes(here, here.config) // 2).run()
     assert any("by formula, and a rank has" in why for why in trials.refused.values())
     assert len(trials.samples) < len(options(here, ()))
-
-
-def test_auto_begins_with_what_needs_half_of_the_memory() -> None:
-    here = here_of(global_batch_size=24, micro_batch_size=0)
-    sizes = {}
-    for micro in (1, 6, 24):
-        values = {"micro_batch_size": micro, "global_batch_size": 24}
-        sizes[micro] = memory_bytes(here, configured(here, tuple(values.items())))
-    assert safe_micro_batch(here, 2 * sizes[24]) == 24
-    assert safe_micro_batch(here, 2 * sizes[6]) == 6
-    assert safe_micro_batch(here, sizes[1]) == 1
-    assert safe_micro_batch(replace(here, job=None), 10**12) == 1, "without formulas"
-
-
-def test_the_knobs_have_the_names_of_the_flag() -> None:
-    assert tuple(knob.name for knob in KNOBS) == KNOB_NAMES
-    assert "compile" not in options(here_of(), (), ("compile",)).values()
-
-
-def test_several_ranks_add_modes_sums_and_layouts() -> None:
-    found = options(here_of(ranks=4, global_batch_size=16), ())
-    assert {"dp_mode", "buckets", "allreduce", "layout"} <= set(found.values())
-    assert any("tp" in dict(choice) for choice, knob in found.items() if knob == "layout")
-    # Nothing that is offered is the present setting.
-    assert all(found)
-
-
-def test_each_option_goes_with_the_rest_of_the_configuration() -> None:
-    here = here_of(ranks=4, global_batch_size=16)
-    found = options(here, ("precision", "compression"))
-    assert len(found) > 15
-    for choice in found:
-        configured(here, choice)
-
-
-def test_a_setting_that_is_there_already_is_no_part_of_a_choice() -> None:
-    here = here_of()
-    there = (("attention", "plain"),)
-    assert with_settings(here, there, (("attention", "flash"),)) == ()
-
-
-def test_choices_are_written_as_users_write_them() -> None:
-    choice = (("dp_mode", "fsdp"), ("fsdp_reshard", "grad_op"))
-    assert words(choice) == "dp_mode fsdp, fsdp_reshard grad_op"
-    assert words(()) == "as it is"
-    assert words((("compile", True), ("cpus_per_worker", 2.0))) == "compile true, cpus_per_worker 2"
 
 
 # ---- what is written -----------------------------------------------------------------------------
@@ -329,24 +235,3 @@ def test_tuned_yaml_has_no_secrets_and_nothing_of_one_command() -> None:
     values = tuned_values(config, "mine", (), "here")
     assert "secret" not in str(values)
     assert "out_dir" not in values
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("5m", 300.0), ("1.5h", 5400.0)]
-)
-def test_budgets(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "0", "5 m", "-1", "nan", "5d"])
-def test_budgets_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no time; give 90s"):
-        seconds_of(text)
-
-
-def test_the_first_word_may_name_the_recipe() -> None:
-    assert with_recipe(["tiny", "--workers", "2"]) == ["--preset", "tiny", "--workers", "2"]
-    assert with_recipe(["my.yaml"]) == ["--config", "my.yaml"]
-    assert with_recipe(["--preset", "tiny"]) == ["--preset", "tiny"]
-    with pytest.raises(ConfigError, match="may = colour is unknown; known: masks"):
-        require_words("may", ["colour"], MAY)

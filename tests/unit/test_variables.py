@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoray.cli import parse_args
 from nanoray.config import make_config
-from nanoray.config.layers import lay_over
 from nanoray.config.variables import explicit, values_of
 from nanoray.errors import ConfigError
 
@@ -56,11 +54,6 @@ def test_a_variable_without_a_value_has_that_of_the_shell_and_is_written_nowhere
     assert explicit(loaded.config.env) == {"A": "1"}
 
 
-def test_flags_are_added_to_the_variables_of_a_file(tmp_path: Path) -> None:
-    merged = lay_over({"env": {"A": "1", "B": "2"}}, {"env": ["B=3", "C"]}, "the flags")
-    assert merged["env"] == {"A": "1", "B": "3", "C": None}
-
-
 @pytest.mark.parametrize(
     ("variables", "started", "problem"),
     [
@@ -80,10 +73,3 @@ def test_a_variable_that_would_have_no_effect_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         values_of(variables, {"LD_PRELOAD": "y.so"}, started)
-
-
-def test_what_a_process_reads_at_its_start_is_right_where_the_process_has_it() -> None:
-    shell = {"LD_PRELOAD": "x.so"}
-    assert values_of({"LD_PRELOAD": "x.so"}, {}, started=False) == shell
-    assert values_of({"LD_PRELOAD": "x.so"}, shell, started=True) == shell
-    assert values_of({"LD_PRELOAD": None}, shell, started=True) == shell

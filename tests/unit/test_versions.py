@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-from packaging.requirements import Requirement
-
-from nanoray.launch import ray_compat
 from tests.harness.parsing import parse
-from tests.harness.versions import MINORS, PAIRS, load, pinned, pins
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPATIBILITY = {"nanoray/base/compat.py", "nanoray/launch/ray_compat.py"}
@@ -76,54 +70,3 @@ def test_private_names_of_torch_and_ray_stand_in_two_files() -> None:
     assert {name for name, names in found.items() if names} == set(COMPATIBILITY), (
         f"give it a name in {' or '.join(sorted(COMPATIBILITY))}: {found}"
     )
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch._dynamo",
-        "from torch.utils._pytree import tree_map",
-        "from torch.distributed.distributed_c10d import _world",
-        "torch._foreach_mul_(grads, 2)",
-        "storage._cdata",
-        "ray._private.worker",
-    ],
-)
-def test_a_private_name_is_found(line: str) -> None:
-    assert list(private_names_of_others(parse(line)))
-
-
-def declared() -> dict[str, Requirement]:
-    """The dependencies of pyproject.toml, by name."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    section = text.partition("\ndependencies = [")[2].partition("\n]")[0]
-    found = [Requirement(words) for words in re.findall(r'^ +"([^"]+)"', section, re.MULTILINE)]
-    return {requirement.name: requirement for requirement in found}
-
-
-def test_the_oldest_versions_that_are_allowed_are_tested() -> None:
-    for name, version in (("torch", PAIRS[0].torch), ("ray", PAIRS[0].ray)):
-        (lowest,) = [p.version for p in declared()[name].specifier if p.operator == ">="]
-        assert version == f"{lowest}.0"
-    assert {(record["torch"], record["ray"]) for record in load()} == {*PAIRS, pinned()}
-
-
-def test_the_pythons_that_are_claimed_are_those_that_can_be_tested() -> None:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    ((lowest, above),) = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', text, re.M)
-    assert [*MINORS] == [*range(int(lowest), int(above))]
-    assert {int(record["python"].split(".")[1]) for record in load()} == {*MINORS}
-
-
-@pytest.mark.parametrize(
-    ("version", "has"), [("2.50.0", False), ("2.51.2", False), ("2.52.0", True), ("3.0.0rc1", True)]
-)
-def test_rays_that_can_ask_for_a_token(version: str, has: bool) -> None:
-    assert ray_compat.has_tokens(version) == has
-
-
-@pytest.mark.parametrize("name", ["torch", "ray"])
-def test_a_range_of_versions_is_declared_and_one_of_them_is_pinned(name: str) -> None:
-    specifier = declared()[name].specifier
-    assert {part.operator for part in specifier} == {">=", "<"}, "no exact version"
-    assert pins()[name] in specifier

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +25,6 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.script import PackedScript
-from nanoray.launch.silence import HEADLESS_S
 from nanoray.launch.worker import DRIVER_SILENT_S, ORPHAN_CODE, LostPeer, Worker
 from nanoray.mesh.mesh import _MEETINGS
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -54,12 +52,9 @@ def worker(
     train: Train | None = None,
     rank: int | None = 1,
     gpus: tuple[str, ...] = (),
-    head: str = "",
     script: PackedScript | None = None,
 ) -> Worker:
-    context = SimpleNamespace(
-        get_node_id=lambda: "node1", get_actor_id=lambda: "actor1", gcs_address=head
-    )
+    context = SimpleNamespace(get_node_id=lambda: "node1", get_actor_id=lambda: "actor1")
     api = SimpleNamespace(
         get_gpu_ids=lambda: list(gpus),
         get_runtime_context=lambda: context,
@@ -456,7 +451,7 @@ if sys.argv[1] == "stuck":
 else:
     sys.modules["nanoray.train.rank"] = ModuleType("runtime")
 worker.START_S = 0.5
-api = SimpleNamespace(get_gpu_ids=list, get_runtime_context=lambda: SimpleNamespace(gcs_address=""))
+api = SimpleNamespace(get_gpu_ids=list)
 started = worker.Worker("a-run", 0, api=api)
 started._importing.join()
 time.sleep(1.0)
@@ -490,7 +485,7 @@ class Kills:
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.meta_path.insert(0, Kills())
-api = SimpleNamespace(get_gpu_ids=list, get_runtime_context=lambda: SimpleNamespace(gcs_address=""))
+api = SimpleNamespace(get_gpu_ids=list)
 worker.Worker("a-run", 0, record=Path(sys.argv[1]), api=api)._importing.join()
 """
 
@@ -503,61 +498,17 @@ def test_a_rank_that_is_killed_in_its_imports_leaves_a_record(spec: RunSpec) -> 
     assert exit_record.read(spec.exit_record(0))["signal"] == "SIGKILL"
 
 
-@pytest.fixture
-def head() -> Iterator[socket.socket]:
-    """A head that listens and, as one that is frozen, never accepts."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server
-
-
-@pytest.mark.parametrize("gone", [True, False], ids=["head gone", "head frozen"])
-def test_without_a_head_a_silent_driver_is_not_waited_for(
-    spec: RunSpec, head: socket.socket, gone: bool
-) -> None:
-    """A rank that trains stops after seconds; where the head still listens, only after
-    DRIVER_SILENT_S.
-    """
-
+def test_a_rank_that_trains_does_not_wait_for_a_silent_driver(spec: RunSpec) -> None:
     def train(run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, *_: Any) -> dict[str, Any]:
-        if gone:
-            head.close()
         orders = []
-        for silent_s in (HEADLESS_S - 1, HEADLESS_S + 1, DRIVER_SILENT_S + 1):
+        for silent_s in (DRIVER_SILENT_S - 1, DRIVER_SILENT_S + 1):
             rank._silence.note_call(next_within_s=-silent_s)
             orders.append(wanted())
         rank._silence.note_call()
         return {"orders": orders}
 
-    rank = worker(train, head=f"127.0.0.1:{head.getsockname()[1]}")
-    stopped = Order.STOP if gone else Order.GO_ON
-    assert rank.run(spec.to_dict(), R)["orders"] == [Order.GO_ON, stopped, Order.STOP]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gone", [True, False], ids=["head gone", "head frozen"])
-def test_without_a_head_a_rank_that_waits_saves_within_seconds(
-    spec: RunSpec, head: socket.socket, gone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nanoray.launch.silence.HEADLESS_S", 1.0)
-    monkeypatch.setattr(os, "_exit", lambda code: sys.exit())  # the process would be gone
-    address = f"127.0.0.1:{head.getsockname()[1]}"
-    if gone:
-        head.close()
-
-    def train(
-        run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, store: Any, rejoin: Any
-    ) -> dict[str, Any]:
-        _, r = rejoin("connection closed")
-        saved.append((r.world_size, wanted()))
-        return {}
-
-    saved: list[tuple[int, Order]] = []
-    rank = worker(train, head=address)
-    thread, _ = in_thread(rank, spec)
-    thread.join(60.0 if gone else 5.0)
-    assert saved == ([(1, Order.STOP)] if gone else [])
-    rank.go_on(spec.next_attempt().to_dict(), R)
-    thread.join(30)
+    rank = worker(train)
+    assert rank.run(spec.to_dict(), R)["orders"] == [Order.GO_ON, Order.STOP]
 
 
 def test_a_rank_that_may_not_rejoin_is_not_asked_to(spec: RunSpec) -> None:

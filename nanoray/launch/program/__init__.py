@@ -1,0 +1,9 @@
+"""`nanoray run`: any program as ranks on Ray, with what torchrun would give it.
+
+    __main__.py   the command: flags, the cluster, a folder
+    driver.py     start all ranks, watch them, name the first cause, start all again
+    rank.py       the Ray actor of one rank: it owns the program's process
+    standby.py    that process: torch is imported before the program is known
+
+These files know ranks, processes and exit codes, and nothing of steps, checkpoints or states.
+"""

@@ -1,0 +1,373 @@
+"""The driver of any program: start all ranks, watch them, name the first cause, start all again.
+
+place ─► actors ─► start ─► watch ─┬─► all have ended with 0: done
+                     ▲             ├─► one has failed: end the others, name the cause ─┐
+                     │             └─► no rank moves: their stacks, as a failure ──────┤
+                     └──────── again, unless no restart can cure it ◄──────────────────┘
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from nanoray.base.atomic import read_json
+from nanoray.base.output import say
+from nanoray.base.text import clock
+from nanoray.errors import PlacementError
+from nanoray.faults.plan import append_event
+from nanoray.host.interfaces import LOOPBACK
+from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
+from nanoray.launch.program.rank import ProgramRank
+from nanoray.launch.signals import Stop
+
+POLL_S = 0.1
+# What ends so soon after the start, in the same way, three times is not tried a fourth time.
+AT_ONCE_S = 30.0
+SAME_AT_ONCE = 3
+# Errors of Python that come again at each start
+INCURABLE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
+USAGE = 2  # the exit code of a command line that argparse, absl or a shell refuses
+RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ", re.M)  # of torch, before each line of a traceback
+TRACEBACK = re.compile(
+    rb"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
+)
+LINES_SHOWN = 15  # of the failed rank's output
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run, and how."""
+
+    kind: str  # script | module | command
+    words: list[str]  # the script, module or command, and its arguments
+    folder: Path  # of the run: its log files
+    variables: dict[str, str] = field(default_factory=dict)
+    max_failures: int = 3
+    hang_timeout_s: float = 600.0  # 0: no rank is taken for hung
+    grace_s: float = 30.0  # between SIGTERM and SIGKILL
+    tee: str = "0"  # whose output is shown: 0 | all
+
+    def log(self, rank: int) -> Path:
+        """Return the file of a rank's output."""
+        return self.folder / "logs" / f"rank{rank}.log"
+
+
+class Failure(NamedTuple):
+    """How a rank has failed."""
+
+    rank: int
+    how: str
+    code: int  # of the driver, if it gives up
+    at: float  # Unix seconds
+    curable: bool = True
+
+
+class StopRequestedNow(Exception):
+    """A stop was requested while ranks were running, which have ended since."""
+
+
+class ProgramDriver:
+    """Runs a program as ranks, again and again, until it ends or must not be tried again."""
+
+    def __init__(self, program: Program, place: Placement, stop: Stop) -> None:
+        self.program = program
+        self.place = place
+        self.stop = stop
+        self.actors: list[Any] = []
+        self.facts: list[dict[str, Any]] = []
+        self.failures: list[Failure] = []
+        self._offsets: list[int] = []  # what has been read of each rank's output
+        self._texts: list[bytes] = []  # its newest part
+        self._shown: list[bytes] = []  # with tee all: a line that has not ended
+
+    def run(self) -> int:
+        """Run the program to its end and return the exit code."""
+        try:
+            while True:
+                begun = time.time()
+                failure = self._attempt()
+                if failure is None:
+                    return 0
+                self.failures.append(failure)
+                reason = self.reason_to_give_up(begun)
+                self._report(failure, reason)
+                if reason:
+                    return failure.code
+        except StopRequestedNow:
+            return self.stop.exit_code
+        finally:
+            self._close()
+
+    def _attempt(self) -> Failure | None:
+        """Start all ranks and watch them; return the first failure. Raises StopRequestedNow."""
+        try:
+            self._create()
+            self._start()
+            return self._watch()
+        except RayError as error:
+            self._close()
+            line = " ".join(str(error).split())[:200]
+            return Failure(-1, f"a node, or Ray's process on it, was lost: {line}", 1, time.time())
+
+    # Start.
+
+    def _create(self) -> None:
+        """Create the actors that are missing: all at first, and after the loss of a node."""
+        if self.actors:
+            return
+        words = self.program.words
+        script = words[0] if self.program.kind == "script" else ""
+        threads = self.place.threads
+        warm = self.program.kind != "command"
+        for rank, index in enumerate(self.place.order):
+            options = {
+                "num_cpus": self.place.bundle["CPU"],
+                "num_gpus": self.place.bundle.get("GPU", 0),
+                "scheduling_strategy": strategy(self.place.group, index),
+            }
+            actor = ray.remote(ProgramRank).options(**options)
+            self.actors.append(actor.remote(str(self.program.log(rank)), threads, warm))
+        timeout_s = START_TIMEOUT_S
+        self.facts = ray.get([a.describe.remote(script) for a in self.actors], timeout=timeout_s)
+        for rank, facts in enumerate(self.facts):
+            if not facts["sees"]:
+                raise PlacementError(
+                    f"rank {rank}, on {facts['ip']}, does not see {script}; put it on storage that all "
+                    "nodes share, or submit with `ray job submit --working-dir FOLDER`"
+                )
+        self._offsets = [0] * len(self.actors)
+        self._texts = [b""] * len(self.actors)
+        self._shown = [b""] * len(self.actors)
+
+    def _start(self) -> None:
+        port = ray.get(self.actors[0].free_port.remote())
+        on_one_host = len({facts["ip"] for facts in self.facts}) == 1
+        address = LOOPBACK if on_one_host else self.facts[0]["ip"]
+        starts = []
+        for rank, actor in enumerate(self.actors):
+            order = {
+                "kind": self.program.kind,
+                "words": self.program.words,
+                "folder": self.facts[rank]["folder"] if not on_one_host else str(Path.cwd()),
+            }
+            variables = {
+                **self.variables_of(rank),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                **self.program.variables,
+            }
+            self._texts[rank] = b""
+            starts.append(actor.start.remote(order, variables))
+        ray.get(starts, timeout=START_TIMEOUT_S)
+
+    def variables_of(self, rank: int) -> dict[str, str]:
+        """Return what torchrun would tell a rank, and the devices of its node."""
+        node = self.facts[rank]["node"]
+        nodes = list(dict.fromkeys(facts["node"] for facts in self.facts))
+        here = [other for other, facts in enumerate(self.facts) if facts["node"] == node]
+        group, groups = nodes.index(node), len(nodes)
+        devices = [device for other in here for device in self.facts[other]["devices"]]
+        # CUDA sees one MIG slice at most, so each rank is the only one of its host.
+        if self.place.kind == "mig":
+            here, group, groups = [rank], rank, len(self.facts)
+            devices = self.facts[rank]["devices"]
+        error_file = self.program.log(rank).with_suffix(".error.json")
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": len(self.facts),
+            "LOCAL_RANK": here.index(rank),
+            "LOCAL_WORLD_SIZE": len(here),
+            "GROUP_RANK": group,
+            "GROUP_WORLD_SIZE": groups,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": len(self.facts),
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RUN_ID": self.program.folder.name,
+            "TORCHELASTIC_RESTART_COUNT": len(self.failures),
+            "TORCHELASTIC_MAX_RESTARTS": self.program.max_failures,
+            "TORCHELASTIC_ERROR_FILE": error_file,
+        }
+        if self.place.kind != "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        return {key: str(value) for key, value in variables.items()}
+
+    # Watch.
+
+    def _watch(self) -> Failure | None:
+        """Watch all ranks until all have ended, or one has failed; return that one."""
+        moved_at = time.monotonic()
+        before: list[tuple[int, float]] = []
+        while True:
+            answers = self._poll()
+            failed = [rank for rank, answer in enumerate(answers) if answer["code"]]
+            if failed:
+                # What the others say now, of connections that were reset, is in their logs.
+                first = min(failed, key=lambda rank: answers[rank]["at"])
+                self._show(first, answers[first]["output"])
+                failure = self._failure_of(first, answers[first])
+                self._end()
+                return failure
+            for rank, answer in enumerate(answers):
+                self._show(rank, answer["output"])
+            if all(answer["code"] == 0 for answer in answers):
+                return None
+            if self.stop.requested:
+                say("stop     SIGTERM to all ranks, which may save and end")
+                self._end()
+                raise StopRequestedNow
+            # A rank moves where it prints, or uses a tenth of a core.
+            now = [(self._offsets[rank], answer["cpu"]) for rank, answer in enumerate(answers)]
+            idle_s = time.monotonic() - moved_at
+            if not before or self._moves(before, now):
+                before, moved_at = now, time.monotonic()
+            elif self.program.hang_timeout_s and idle_s > self.program.hang_timeout_s:
+                return self._hung(idle_s)
+            time.sleep(POLL_S)
+
+    def _moves(self, before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]) -> bool:
+        for (old_output, old_cpu), (output, cpu) in zip(before, now, strict=True):
+            if output != old_output or cpu - old_cpu > 0.2:
+                return True
+        return False
+
+    def _poll(self) -> list[dict[str, Any]]:
+        """Ask all ranks. Raises RayError where one is lost."""
+        refs = [actor.poll.remote(self._offsets[rank]) for rank, actor in enumerate(self.actors)]
+        answers: list[dict[str, Any]] = ray.get(refs)
+        for rank, answer in enumerate(answers):
+            data: bytes = answer["output"]
+            self._offsets[rank] += len(data)
+            self._texts[rank] = (self._texts[rank] + data)[-(1 << 16) :]
+        return answers
+
+    def _show(self, rank: int, data: bytes) -> None:
+        """Show the output of a rank: rank 0's as it comes, or all lines with their rank."""
+        text = ""
+        if self.program.tee == "all":
+            *lines, self._shown[rank] = (self._shown[rank] + data).split(b"\n")
+            text = "".join(f"[{rank}] {line.decode(errors='replace')}\n" for line in lines)
+        elif rank == 0:
+            text = data.decode(errors="replace")
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    # Failures.
+
+    def _failure_of(self, rank: int, answer: dict[str, Any]) -> Failure:
+        """Describe how a rank's program has ended."""
+        code: int = answer["code"]
+        if code < 0:
+            name = signal.Signals(-code).name
+            how = f"was ended by {name}"
+            if answer["oom"]:
+                how = "was killed by the kernel: its cgroup was out of memory"
+            elif -code == signal.SIGSEGV:
+                how = "was ended by SIGSEGV, a segmentation fault"
+            return Failure(rank, how, 128 - code, answer["at"])
+        kind, message = self._error_of(rank)
+        how = f"ended with exit code {code}"
+        if kind:
+            how = f"raised {kind}: {message}" if message else f"raised {kind}"
+        curable = kind not in INCURABLE and not (code == USAGE and not kind)
+        return Failure(rank, how, code, answer["at"], curable)
+
+    def _error_of(self, rank: int) -> tuple[str, str]:
+        """Return class and message of the error that has ended a rank's program; "" if unknown."""
+        report = read_json(self.program.log(rank).with_suffix(".error.json")).get("message", {})
+        extra = report.get("extraInfo", {}) if isinstance(report, dict) else {}
+        text = str(extra.get("py_callstack", "")).encode() or self._texts[rank]
+        errors = TRACEBACK.findall(RANK_PREFIX.sub(b"", text))
+        if not errors:
+            return "", ""
+        kind, message = errors[-1]
+        return kind.decode(), message.decode(errors="replace")[:300]
+
+    def _hung(self, idle_s: float) -> Failure:
+        """Collect the stacks of all ranks, end them, and say where each was."""
+        for actor in self.actors:
+            actor.show_stacks.remote()
+        time.sleep(1.0)
+        marks = [len(text) for text in self._texts]
+        self._poll()
+        places = []
+        for rank, text in enumerate(self._texts):
+            stack = re.findall(rb'File "([^"]+)", line (\d+) in (\S+)', text[marks[rank] :])
+            if stack:
+                file, line, name = (part.decode(errors="replace") for part in stack[0])
+                places.append(f"rank {rank} in {name} ({Path(file).name}:{line})")
+        self._end()
+        where = "; ".join(places) or "the stacks are in their logs"
+        how = f"did not move, as no other rank did, for {idle_s:.0f} s: {where}"
+        return Failure(0, how, 1, time.time())
+
+    def reason_to_give_up(self, begun: float) -> str:
+        """Return why the newest failure is not followed by another try; "" if it is."""
+        failure = self.failures[-1]
+        if not failure.curable:
+            return "a restart would fail in the same way"
+        if len(self.failures) > self.program.max_failures:
+            return f"max_failures = {self.program.max_failures}"
+        last = self.failures[-SAME_AT_ONCE:]
+        is_same = len(last) == SAME_AT_ONCE and len({f.how for f in last}) == 1
+        if is_same and failure.at - begun < AT_ONCE_S:
+            return f"the same failure at once, {SAME_AT_ONCE} times"
+        return ""
+
+    def _report(self, failure: Failure, reason: str) -> None:
+        """Print a failure and what follows, and write it into faults.jsonl."""
+        name = "a rank"
+        if failure.rank >= 0:
+            facts = self.facts[failure.rank]
+            device = ",".join(facts["devices"]) or "cpu"
+            name = f"rank {failure.rank} on {facts['ip']} ({device})"
+            tail = self._texts[failure.rank].decode(errors="replace").splitlines()[-LINES_SHOWN:]
+            if failure.rank != 0 and self.program.tee != "all":
+                say("\n".join(["", *(f"    {line}" for line in tail)]))
+        say(f"\nfailure  {name} {failure.how}")
+        values = {"rank": failure.rank, "how": failure.how, "exit_code": failure.code}
+        with suppress(OSError):
+            append_event(self.program.folder / "faults.jsonl", "failure", values)
+        if reason:
+            say(f"stop     {reason}; logs: {self.program.folder / 'logs'}")
+        else:
+            left = f"{len(self.failures)} of {self.program.max_failures}"
+            say(
+                f"restart  {left}: all ranks, {clock(time.time() - failure.at)} after the failure\n"
+            )
+
+    # End.
+
+    def _end(self) -> None:
+        """End all programs: SIGTERM, time to save, then SIGKILL."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.program.grace_s
+        while time.monotonic() < deadline:
+            if all(answer["code"] is not None for answer in self._poll()):
+                return
+            time.sleep(POLL_S / 2)
+        self._signal(signal.SIGKILL)
+        while any(answer["code"] is None for answer in self._poll()):
+            time.sleep(POLL_S / 2)
+
+    def _signal(self, signum: int) -> None:
+        ray.get([actor.stop.remote(int(signum)) for actor in self.actors])
+
+    def _close(self) -> None:
+        """End all actors with whatever is left of their processes."""
+        for actor in self.actors:
+            with suppress(RayError):
+                ray.get(actor.close.remote(), timeout=5)
+            ray.kill(actor)
+        self.actors = []

@@ -1,0 +1,164 @@
+"""The Ray actor of one rank of any program: it owns the program's process, and answers the driver.
+
+The output of the process goes to a file of the run's folder, from which the driver reads on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from nanoray.base.proc import cpu_seconds, stat_of
+from nanoray.launch.worker import bound_devices, raise_priority
+
+STANDBY = Path(__file__).with_name("standby.py")
+# A standby imports torch, which takes a core for seconds: not while the program itself starts.
+STANDBY_AFTER_S = 10.0
+MOST_BYTES = 1 << 20  # of output in one answer
+OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+
+class ProgramRank:
+    """One rank. All methods return at once."""
+
+    def __init__(self, log: str, threads: int, warm: bool) -> None:
+        """log: the file of the output. threads: of OpenMP, unless the program sets another number.
+
+        warm: the program is Python, and torch is imported before it starts.
+        """
+        self._log = Path(log)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._threads = threads
+        self._warm = warm
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: tuple[int, float] | None = None  # exit code, when
+        self._begun = 0.0  # monotonic seconds
+        self._ooms = 0
+        raise_priority()
+        self._standby: subprocess.Popen[bytes] | None = self._new_standby()
+
+    def describe(self, script: str) -> dict[str, Any]:
+        """Return this actor's node, address, devices and pid; and whether it sees the script."""
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "ip": ray.util.get_node_ip_address(),
+            "devices": bound_devices(ray),
+            "pid": os.getpid(),
+            "folder": os.getcwd(),
+            "sees": Path(script).exists() if script else True,
+        }
+
+    def free_port(self) -> int:
+        """Return a port of this node that nothing listens on."""
+        with closing(socket.socket()) as probe:
+            probe.bind(("", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    def start(self, order: dict[str, Any], variables: dict[str, str]) -> None:
+        """Start the program. `order`: see standby.py; `variables`: besides this process' own."""
+        process = self._standby or self._new_standby()
+        self._standby = None
+        line = json.dumps(order | {"variables": self._own_variables() | variables})
+        assert process.stdin
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.close()
+        self._process = process
+        self._ended = None
+        self._ooms = out_of_memory_kills()
+        self._begun = time.monotonic()
+        threading.Thread(target=self._wait_for, args=(process,), daemon=True).start()
+
+    def poll(self, offset: int) -> dict[str, Any]:
+        """Return the output from `offset` on, how the program ended, and the CPU seconds it has used."""
+        process = self._process
+        assert process
+        ended = self._ended  # before the output, of which nothing comes afterwards
+        answer: dict[str, Any] = {"code": None, "at": 0.0, "oom": False}
+        if ended:
+            answer = {"code": ended[0], "at": ended[1]}
+            answer["oom"] = ended[0] == -signal.SIGKILL and out_of_memory_kills() > self._ooms
+        elif not self._standby and time.monotonic() - self._begun > STANDBY_AFTER_S:
+            self._standby = self._new_standby()
+        with self._log.open("rb") as file:
+            file.seek(offset)
+            answer["output"] = file.read(MOST_BYTES)
+        answer["cpu"] = cpu_of_session(process.pid)
+        return answer
+
+    def stop(self, signum: int) -> None:
+        """Send a signal to the program and all that it has started."""
+        if self._process:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signum)
+
+    def show_stacks(self) -> None:
+        """Let the program write the stacks of its threads into its output."""
+        if self._process and not self._ended and self._warm:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGUSR2)
+
+    def close(self) -> None:
+        """End whatever is left of this rank's processes."""
+        self.stop(signal.SIGKILL)
+        if self._standby:
+            self._standby.kill()
+
+    def _own_variables(self) -> dict[str, str]:
+        """Return this process' variables, without those of Ray's for its own workers."""
+        own = {
+            k: v for k, v in os.environ.items() if k == "RAY_ADDRESS" or not k.startswith("RAY_")
+        }
+        # Ray sets a number of threads of its own. Progress bars must not wait in a buffer.
+        return own | {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
+
+    def _new_standby(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(STANDBY), *(["--warm"] if self._warm else [])]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._own_variables(),  # OpenMP reads its own when torch is imported
+                start_new_session=True,
+            )
+
+    def _wait_for(self, process: subprocess.Popen[bytes]) -> None:
+        """Note when a program has ended. (in a thread)"""
+        code = process.wait()
+        if process is self._process:
+            self._ended = code, time.time()
+
+
+def cpu_of_session(leader: int) -> float:
+    """Return the CPU seconds of a process and of all that it has started in its session."""
+    total = 0.0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            fields = stat_of(int(entry.name))
+            if fields and int(fields[3]) == leader:
+                total += cpu_seconds(fields)
+    return total
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes the kernel has ended in this cgroup for want of memory."""
+    for path in OOM_FILES:
+        with suppress(OSError, ValueError):
+            for line in Path(path).read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0
