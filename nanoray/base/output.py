@@ -4,8 +4,7 @@ A line goes to one place: to the logging of the program that uses nanoray, if th
 the console. The loggers are `nanoray`, and `nanoray.steps` for the line of each logged step. Our own
 commands print. What a rank does beside that is in its log file (logger `nanoray.rank`).
 
-A closed pipe, a full disk or a lost terminal only mute a command. On a terminal one line of status
-may stand below everything that is printed.
+A closed pipe, a full disk or a lost terminal only mute a command.
 """
 
 from __future__ import annotations
@@ -81,28 +80,6 @@ def as_command() -> Iterator[None]:
         logger.removeHandler(mark)
 
 
-class StatusLine:
-    """A line below all output of a terminal.
-
-    Other output erases it, and draws it again after its own last line.
-    """
-
-    def __init__(self) -> None:
-        self.text = ""
-        self._is_drawn = False
-        self._at_line_start = True  # the last output ended with a newline
-
-    def around(self, output: str) -> str:
-        """Return the characters to write so that `output` stands above this line."""
-        erase = "\r\x1b[2K" if self._is_drawn else ""
-        if output:
-            self._at_line_start = output.endswith("\n")
-
-        # Within a line of output it would be appended to that line, so it waits for the end.
-        self._is_drawn = bool(self.text) and self._at_line_start
-        return erase + output + (self.text if self._is_drawn else "")
-
-
 class LastingStream:
     """A text stream on a file descriptor.
 
@@ -111,20 +88,14 @@ class LastingStream:
 
     encoding = "utf-8"
 
-    def __init__(
-        self, stream: TextIO, on_failure: Any = None, status: StatusLine | None = None
-    ) -> None:
-        """Take over the descriptor of `stream`. Raises OSError if it has none of its own.
-
-        `status` is used if it is a terminal.
-        """
+    def __init__(self, stream: TextIO, on_failure: Any = None) -> None:
+        """Take over the descriptor of `stream`. Raises OSError if it has none of its own."""
         # A notebook's stream shows the output of a cell, and its descriptor is that of the terminal
         # in which the server was started.
         if not isinstance(stream, io.TextIOWrapper):
             raise io.UnsupportedOperation("not the stream of a file")
         self._stream = stream
         self._fd = stream.fileno()
-        self._status = status if stream.isatty() else None
         self._text = ""  # an incomplete line
         self._on_failure = on_failure
 
@@ -143,24 +114,7 @@ class LastingStream:
         if text:
             self._send(text)
 
-    @property
-    def has_status(self) -> bool:
-        """Whether this is a terminal that can erase a line."""
-        terminal = os.environ.get("TERM", "dumb")
-        return self._status is not None and terminal not in ("", "dumb", "unknown")
-
-    def show(self, status: str) -> None:
-        """Show one line, which may have colours, below all output. Needs has_status.
-
-        An empty one removes it.
-        """
-        assert self._status
-        self._status.text = status
-        self._send("")
-
     def _send(self, text: str) -> None:
-        if self._status:
-            text = self._status.around(text)
         data = text.encode(self.encoding, "replace")
         try:
             while data:
@@ -185,7 +139,6 @@ def lasting_output() -> Iterator[None]:
         if getattr(sys, name) is None:  # the command was started with it closed
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     stdout, stderr = sys.stdout, sys.stderr
-    status = StatusLine()
 
     def warn(error: OSError) -> None:
         print(
@@ -196,16 +149,13 @@ def lasting_output() -> Iterator[None]:
 
     with suppress(OSError, ValueError):
         stdout.flush()
-        sys.stdout = LastingStream(stdout, warn, status)
+        sys.stdout = LastingStream(stdout, warn)
     with suppress(OSError, ValueError):
         stderr.flush()
-        sys.stderr = LastingStream(stderr, status=status)
+        sys.stderr = LastingStream(stderr)
     try:
         yield
     finally:
-        status.text = ""
-        if isinstance(sys.stdout, LastingStream) and sys.stdout.has_status:
-            sys.stdout.show("")
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

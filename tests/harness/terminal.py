@@ -1,4 +1,4 @@
-"""Commands on a terminal of their own: a real pty, and what a person would see on it."""
+"""Commands on a terminal of their own: a real pty, and what came through it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import pty
-import re
 import struct
 import termios
 from collections.abc import Mapping
@@ -14,8 +13,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests.harness.commands import ROOT, fork
-
-ERASE = "\r\x1b[2K"
 
 
 class Terminal:
@@ -47,24 +44,3 @@ class Terminal:
         assert process.exitcode is not None, f"{args}: no end\n{data.decode()}"
         self.written = data.decode("utf-8", "replace").replace("\r\n", "\n")
         return process.exitcode
-
-    @property
-    def screen(self) -> list[str]:
-        """Return the visible lines without colours. Raises AssertionError for unknown sequences."""
-        lines = [""]
-        for part in re.split(r"(\n|\r\x1b\[2K|\x1b\[[0-9;]*m|[\r\x1b])", self.written):
-            if part == "\n":
-                lines.append("")
-            elif part == ERASE:
-                assert len(lines[-1]) < self.columns, f"erasing leaves a part of {lines[-1]!r}"
-                lines[-1] = ""
-            elif not part.startswith("\x1b["):
-                assert part not in ("\r", "\x1b"), "another control sequence"
-                lines[-1] += part
-        return lines
-
-    @property
-    def bars(self) -> list[str]:
-        """Each status line that was shown, without colours."""
-        shown = re.split(r"[\n]|\r\x1b\[2K", re.sub(r"\x1b\[[0-9;]*m", "", self.written))
-        return [line for line in shown if re.match(r"step +\d+/\d+  ", line)]
