@@ -37,7 +37,7 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 _NAMES = ("auto", "shakespeare", "stdlib")
-_TOTAL_S = 60.0  # for one try to download
+_TIMEOUT_S = 30.0  # of a silent server
 _QUICK_S = 4.0  # for the only try of dataset auto, which has a fallback
 _LOOK_BYTES = 1 << 16  # of a file that may hold tokens
 _STDLIB_BYTES = 4_000_000
@@ -121,7 +121,7 @@ def _shakespeare_or_stdlib(config: Config) -> _Source:
     if config.data_url:
         return _shakespeare(config)
     try:
-        return _get_shakespeare(config, tries=1, total_s=_QUICK_S)
+        return _get_shakespeare(config, tries=1, timeout_s=_QUICK_S)
     except FetchFailed as error:
         source = _stdlib()
         return replace(
@@ -132,7 +132,7 @@ def _shakespeare_or_stdlib(config: Config) -> _Source:
 
 def _shakespeare(config: Config) -> _Source:
     try:
-        return _get_shakespeare(config, tries=download.TRIES, total_s=_TOTAL_S)
+        return _get_shakespeare(config, tries=download.TRIES, timeout_s=_TIMEOUT_S)
     except FetchFailed as error:
         raise DataError(
             f"cannot get Shakespeare from {config.data_url or SHAKESPEARE_URL}: {error} "
@@ -141,7 +141,7 @@ def _shakespeare(config: Config) -> _Source:
         ) from None
 
 
-def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
+def _get_shakespeare(config: Config, tries: int, timeout_s: float) -> _Source:
     cached = cache_dir(config) / "shakespeare.txt"
     source = _Source(
         "shakespeare", "shakespeare: Karpathy's tiny Shakespeare, cached", b"", "Shakespeare"
@@ -156,7 +156,7 @@ def _get_shakespeare(config: Config, tries: int, total_s: float) -> _Source:
     note = f"shakespeare: Karpathy's tiny Shakespeare, from {url}"
     if source.data:
         note += "; the damaged cached copy was replaced"
-    source = replace(source, data=fetch(url, tries, total_s), note=note)
+    source = replace(source, data=fetch(url, tries, timeout_s), note=note)
     if source.sha256 != SHAKESPEARE_SHA256:
         raise FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
     write(cached, source.data)
@@ -196,11 +196,7 @@ def _stdlib() -> _Source:
 
 def _text_file(path: Path, given: str) -> _Source:
     if not os.path.exists(path):
-        # Suggest the nearest name, of our datasets or beside the missing file.
         close = difflib.get_close_matches(given, _NAMES, n=1)
-        with contextlib.suppress(OSError, ValueError):
-            neighbours = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
-            close += [str(path.parent / name) for name in neighbours]
         hint = f"did you mean {close[0]}?" if close else "check the path"
         raise DataError(
             f"no dataset {given}: neither one of {', '.join(_NAMES)} nor a file or folder; {hint}"

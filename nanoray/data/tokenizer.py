@@ -86,10 +86,7 @@ class CharTokenizer(Tokenizer):
         return [max(0, self.chars.find("\n"))]
 
     def to_json(self) -> dict[str, Any]:
-        described = {"kind": self.kind, "chars": self.chars}
-        if list(self.chars) != sorted(self.chars):
-            described["order"] = "ids"
-        return described
+        return {"kind": self.kind, "chars": self.chars}
 
 
 class ByteTokenizer(Tokenizer):
@@ -157,10 +154,7 @@ class IdTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         ids = []
         for word in text.split():
-            # The length first, because int() of a very long text is slow, and above 4300 digits an
-            # error.
-            number = word.isascii() and word.isdigit() and len(word) < 11
-            if not number or int(word) >= self.vocab_size:
+            if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise DataError(
                     f"{word!r} is not a token id below {self.vocab_size}; this dataset came "
                     "without a tokenizer, so write ids with spaces between them"
@@ -182,10 +176,7 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
     """Build the tokenizer that `to_json` described. Raises DataError for anything else."""
     # The values may come from a damaged or foreign file, so every field is checked.
     match values:
-        case {"kind": "char", "chars": str(chars)} if chars and list(chars) == sorted(set(chars)):
-            return CharTokenizer(chars)
-        # An alphabet in another order must say that this is meant.
-        case {"kind": "char", "chars": str(chars), "order": "ids"} if _are_distinct(chars):
+        case {"kind": "char", "chars": str(chars)} if 0 < len(chars) == len(set(chars)):
             return CharTokenizer(chars)
         case {"kind": "byte"}:
             return ByteTokenizer()
@@ -197,13 +188,9 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
     if len(shown) > 80:
         shown = shown[:80] + "..."
     raise DataError(
-        f"not a tokenizer: {shown}; known: kind char (with sorted chars), byte, gpt2, ids (with "
+        f"not a tokenizer: {shown}; known: kind char (with chars), byte, gpt2, ids (with "
         "vocab_size)"
     )
-
-
-def _are_distinct(chars: str) -> bool:
-    return 0 < len(chars) == len(set(chars))
 
 
 def _code_points(text: str) -> np.ndarray:

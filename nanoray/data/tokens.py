@@ -188,25 +188,29 @@ class MicroBatches:
         return ", ".join(ranges)
 
 
-class PreparedFile:
-    """A file that is kept open, and must keep the size that it had when it was prepared."""
+class MemoryMap:
+    """A memory-mapped file, which must keep the size that it had when it was prepared.
 
-    def __init__(self, path: Path, size: int) -> None:
+    Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
+    """
+
+    def __init__(self, path: Path, dtype: str, size: int, offset: int = 0) -> None:
         """Open it. Raises DataError when it is missing or has another size."""
         self.path = path
         self._size = size
-        try:
-            self.file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataError(
-                f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and "
-                "with several nodes keep --data_dir on shared storage"
-            ) from None
         self.require_whole()
+        # numpy indexes a plain array faster than a memmap.
+        self.numbers = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset))
 
     def require_whole(self) -> None:
         """Raise DataError when the file does not have the prepared size."""
-        size = os.fstat(self.file.fileno()).st_size
+        try:
+            size = os.stat(self.path).st_size
+        except OSError as error:
+            raise DataError(
+                f"dataset changed: cannot open {self.path}: {error.strerror}; prepare it again, and "
+                "with several nodes keep --data_dir on shared storage"
+            ) from None
         if size != self._size:
             raise DataError(
                 f"dataset changed: {self.path} has {size} bytes, but {self._size} were prepared; "
@@ -214,41 +218,24 @@ class PreparedFile:
             )
 
 
-class MemoryMap(PreparedFile):
-    """A memory-mapped file.
-
-    Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
-    """
-
-    def __init__(self, path: Path, dtype: str, size: int, offset: int = 0) -> None:
-        super().__init__(path, size)
-        # numpy indexes a plain array faster than a memmap.
-        self.numbers = np.asarray(np.memmap(self.file, dtype=dtype, mode="r", offset=offset))
-
-
 class JoinedFiles:
     """Several files that are read as one: a window may begin in one and end in the next.
 
-    So the samples are those of one file with all tokens. Windows are read and not mapped: a data set
-    may have more files than a process may open, and a mapping costs more to open than a window to
-    read.
+    So the samples are those of one file with all tokens.
     """
 
-    OPEN_FILES = 100  # at most, at a time
-
     def __init__(self, folder: Path, files: Sequence[TokenFile], dtype: str) -> None:
-        """Open each file once. Raises DataError when one is missing or has another size."""
-        self._folder = folder
-        self._files = files
+        """Map each file. Raises DataError when one is missing or has another size."""
+        itemsize = np.dtype(dtype).itemsize
+        self._maps = []
+        for file in files:
+            size = file.offset + file.tokens * itemsize
+            self._maps.append(MemoryMap(folder / file.name, dtype, size, file.offset))
         self._dtype = np.dtype(dtype)
         counts = np.array([file.tokens for file in files])
         self._ends = np.cumsum(counts)  # (files,)
         self._starts = self._ends - counts  # (files,)
-        self._open: dict[int, PreparedFile] = {}  # by number, the one that was read last at the end
-        self._identities: dict[int, tuple[int, int]] = {}
-        for number in range(len(files)):
-            self._file(number)
-        self.numbers = self  # as of a MappedFile: to be indexed
+        self.numbers = self  # as of a MemoryMap: to be indexed
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -272,38 +259,12 @@ class JoinedFiles:
         while count:
             take = min(count, int(self._ends[number]) - start)
             first = start - int(self._starts[number])
-            parts.append(self._read_file(number, first, take))
+            self._maps[number].require_whole()
+            parts.append(self._maps[number].numbers[first : first + take])
             start += take
             count -= take
             number += 1
-        return np.concatenate(parts)
-
-    def _read_file(self, number: int, first: int, count: int) -> np.ndarray:
-        opened = self._file(number)
-        opened.require_whole()
-        itemsize = self._dtype.itemsize
-        place = self._files[number].offset + first * itemsize
-        return np.frombuffer(os.pread(opened.file.fileno(), count * itemsize, place), self._dtype)
-
-    def _file(self, number: int) -> PreparedFile:
-        """Return a file, opened if it is not open. Raises DataError if it is another one now."""
-        opened = self._open.pop(number, None)
-        if opened is None:
-            file = self._files[number]
-            size = file.offset + file.tokens * self._dtype.itemsize
-            opened = PreparedFile(self._folder / file.name, size)
-            stat = os.fstat(opened.file.fileno())
-            identity = stat.st_ino, stat.st_mtime_ns
-            if self._identities.setdefault(number, identity) != identity:
-                raise DataError(
-                    f"dataset changed: {opened.path} was replaced during the run; put the old file "
-                    "back, and resume"
-                )
-        self._open[number] = opened
-        if len(self._open) > self.OPEN_FILES:
-            longest_unread = next(iter(self._open))
-            self._open.pop(longest_unread).file.close()
-        return opened
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def open_tokens(info: DatasetInfo, split: str) -> MemoryMap | JoinedFiles:
