@@ -45,7 +45,7 @@ class DocumentSource(Protocol):
         """Yield the documents from the first one on."""
 
 
-class Splits:
+class Divider:
     """Puts documents into splits: the first of every 1 / val_fraction is for validation."""
 
     def __init__(self, val_fraction: float) -> None:
@@ -73,7 +73,7 @@ class Files:
                 require_column(path, field)
 
     def pieces(self) -> Iterator[DocumentPiece]:
-        splits = Splits(self._val_fraction)
+        splits = Divider(self._val_fraction)
         for path, kind in zip(self._paths, self._formats, strict=True):
             if kind == "text":
                 yield from self._read_text(path)

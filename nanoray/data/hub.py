@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.script_errors import one_line
-from nanoray.data.documents import DocumentPiece, Splits
+from nanoray.data.documents import Divider, DocumentPiece
 from nanoray.errors import DataError
 
 
@@ -63,7 +63,7 @@ class Hub:
         self._stream = self._open()
 
     def pieces(self) -> Iterator[DocumentPiece]:
-        splits = Splits(self._val_fraction)
+        splits = Divider(self._val_fraction)
         for row in self._stream:
             if row[self._column]:
                 yield splits.piece(row[self._column])
