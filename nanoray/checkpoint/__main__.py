@@ -1,21 +1,17 @@
-"""`nanoray checkpoint list|verify|show|export`: list, verify, inspect and export checkpoints.
+"""`nanoray checkpoint list|verify|export`: list, verify and export checkpoints.
 
 list     step, size, validation loss of each checkpoint of a run; checks sizes and manifest only
 verify   read every byte and compare the checksums; exit 1 if one is damaged
-show     metadata and tensors of one checkpoint
 export   the model alone, as load_state_dict takes it: FILE.safetensors, with the model's shape in
          its header, or FILE.pt (torch.save), which also holds extra states; for other tools
-         --format huggingface (a folder for transformers) or nanogpt (its ckpt.pt)
+         --format huggingface (a folder for transformers)
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from torch import Tensor
-
-from nanoray.checkpoint.export import FORMATS, format_of, write_model
+from nanoray.checkpoint.export import FORMATS, write_model
 from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
 from nanoray.cli import Parser, name_program, run_subcommand, tool_parser, writing
@@ -24,9 +20,7 @@ from nanoray.errors import CheckpointError, ConfigError
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
-    return run_subcommand(
-        {"list": _list, "verify": _verify, "show": _show, "export": _export}, argv, __doc__
-    )
+    return run_subcommand({"list": _list, "verify": _verify, "export": _export}, argv, __doc__)
 
 
 def _parser(command: str, text: str) -> Parser:
@@ -81,39 +75,6 @@ def _newest(path: Path) -> Path:
     return newest.path
 
 
-def _show(argv: list[str]) -> int:
-    parser = _parser("show", "show the newest valid checkpoint, or the given one")
-    parser.add_argument("--json", action="store_true", help="print only the metadata, as JSON")
-    args = parser.parse_args(argv)
-    path = _newest(args.path)
-    state = load(path)
-    if args.json:
-        print(json.dumps(state.meta, indent=1))
-        return 0
-    print(f"{path}\n{'step':<14}{state.meta['step']}")
-    for key in (
-        "samples_seen",
-        "world_size",
-        "attempt",
-        "val_loss",
-        "best_val_loss",
-        "model_shape",
-    ):
-        print(f"{key:<14}{state.meta.get(key)}")
-    print(f"\nmodel: {_count_numbers(state.model)}")
-    for name, tensor in state.model.items():
-        shape = "×".join(map(str, tensor.shape))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        print(f"  {name:<40}{shape:>14}  {dtype}")
-    print(f"\noptimizer: {_count_numbers(state.optimizer)}")
-    return 0
-
-
-def _count_numbers(tensors: dict[str, Tensor]) -> str:
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    return f"{len(tensors)} tensors, {numbers / 1e6:.2f} M numbers"
-
-
 def _export(argv: list[str]) -> int:
     parser = _parser("export", "write the model of the newest valid checkpoint")
     parser.add_argument(
@@ -127,12 +88,12 @@ def _export(argv: list[str]) -> int:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="huggingface (a folder for transformers' GPT2LMHeadModel) | nanogpt (its ckpt.pt, weights "
-        "only) | safetensors | torch [by the name of FILE]",
+        help="huggingface (a folder for transformers' GPT2LMHeadModel) | safetensors | torch [by the "
+        "name of FILE]",
     )
     args = parser.parse_args(argv)
     # Before the checkpoint is read, which may take minutes.
-    kind = format_of(args.format, args.out)
+    kind = args.format or ("torch" if args.out.suffix in (".pt", ".pth") else "safetensors")
     if args.out.exists():
         raise ConfigError(f"{args.out} already exists; give --out another name")
     if not args.out.parent.is_dir():

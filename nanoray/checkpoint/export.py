@@ -2,7 +2,6 @@
 
 huggingface    a folder for transformers' GPT2LMHeadModel.from_pretrained: config.json and
                model.safetensors, with matrices as (inputs, outputs)
-nanogpt        a ckpt.pt as nanoGPT's train.py writes it, without the optimizer
 safetensors    one file under nanoray's names, with the model's shape and tokenizer in its header
 torch          one file of torch.save under nanoray's names, which also holds extra states
 """
@@ -23,25 +22,10 @@ from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
 from nanoray.state.state_dict import StateDict, entries_of
 
-FORMATS = ("huggingface", "nanogpt", "safetensors", "torch")
+FORMATS = ("huggingface", "safetensors", "torch")
 HF_ACTIVATION = {"tanh": "gelu_new", "exact": "gelu"}
 END_OF_TEXT = 50256  # in GPT-2's vocabulary
 CPU = torch.device("cpu")
-
-
-def format_of(given: str | None, out: Path) -> str:
-    """Return the format to write: the given one, else torch for FILE.pt and safetensors.
-
-    Raises ConfigError when the name of the file says another format.
-    """
-    is_torch_name = out.suffix in (".pt", ".pth")
-    if given is None:
-        return "torch" if is_torch_name else "safetensors"
-    if is_torch_name and given in ("huggingface", "safetensors"):
-        raise ConfigError(f"--format {given} does not write {out.name}; give --out another name")
-    if out.suffix == ".safetensors" and given != "safetensors":
-        raise ConfigError(f"--format {given} does not write {out.name}; give --out another name")
-    return given
 
 
 class Export(NamedTuple):
@@ -58,8 +42,6 @@ def write_model(state: StateDict, kind: str, out: Path) -> Export:
     """
     if kind == "huggingface":
         return _write_huggingface(state, out)
-    if kind == "nanogpt":
-        return _write_nanogpt(state, out)
     if kind == "torch":
         replace_bytes(out, _torch_file(state))
     else:
@@ -70,12 +52,12 @@ def write_model(state: StateDict, kind: str, out: Path) -> Export:
 # ---- GPT-2 ---------------------------------------------------------------------------------------
 
 
-def _shape_for(state: StateDict, kind: str) -> ModelShape:
-    """Return the shape of a model that GPT-2's formats can express. Raises ConfigError."""
+def _shape_for_gpt2(state: StateDict) -> ModelShape:
+    """Return the shape of a model that GPT-2 can express. Raises ConfigError."""
     dataset = state.meta.get("dataset") or {}
     if dataset.get("kind", "tokens") != "tokens":
         raise ConfigError(
-            f"--format {kind} is for a gpt, and this checkpoint is of another model; use --format "
+            "--format huggingface is for a gpt, and this checkpoint is of another model; use --format "
             "safetensors"
         )
     shape = ModelShape(**state.meta["model_shape"])
@@ -84,18 +66,15 @@ def _shape_for(state: StateDict, kind: str) -> ModelShape:
         missing = f"experts = {shape.experts}"
     elif shape.rotary:
         missing = "positions = rotary"
-    elif shape.gelu != "exact" and kind == "nanogpt":
-        missing = f"gelu = {shape.gelu}"
     if missing:
-        tool = "nanoGPT" if kind == "nanogpt" else "GPT-2"
         raise ConfigError(
-            f"{missing}: {tool} has nothing like it, and would compute another function of these "
+            f"{missing}: GPT-2 has nothing like it, and would compute another function of these "
             "weights; use --format safetensors"
         )
     return shape
 
 
-def _renamed(state: StateDict, shape: ModelShape, conv1d: bool) -> dict[str, Tensor]:
+def _renamed(state: StateDict, shape: ModelShape) -> dict[str, Tensor]:
     """Return a GPT's tensors under GPT-2's names, without the padding of the vocabulary."""
     keys: dict[str, Any] = {
         "n_layer": shape.n_layer,
@@ -104,7 +83,7 @@ def _renamed(state: StateDict, shape: ModelShape, conv1d: bool) -> dict[str, Ten
         "bias": shape.bias,
     }
     tensors = {}
-    for weight in gpt2.weights_of(keys, shape.vocab_size, conv1d):
+    for weight in gpt2.weights_of(keys, shape.vocab_size, conv1d=True):
         tensor = state.model[weight.ours]
         if weight.transposed:
             tensor = tensor.t()
@@ -120,8 +99,8 @@ def _renamed(state: StateDict, shape: ModelShape, conv1d: bool) -> dict[str, Ten
 def _write_huggingface(state: StateDict, out: Path) -> Export:
     from safetensors.torch import save
 
-    shape = _shape_for(state, "huggingface")
-    tensors = _renamed(state, shape, conv1d=True)
+    shape = _shape_for_gpt2(state)
+    tensors = _renamed(state, shape)
     notes: tuple[str, ...] = ()
     if not shape.bias:
         _add_zero_biases(tensors)
@@ -170,34 +149,6 @@ def _huggingface_config(
         "tie_word_embeddings": True,
         "dtype": dtype,
     }
-
-
-def _write_nanogpt(state: StateDict, out: Path) -> Export:
-    shape = _shape_for(state, "nanogpt")
-    tensors = _renamed(state, shape, conv1d=False)
-    # nanoGPT ties the two as well, and its file names both
-    tensors[gpt2.HEAD] = tensors[f"{gpt2.PREFIX}{gpt2.TOKENS}"]
-    config = state.meta.get("config") or {}
-    checkpoint = {
-        "model": tensors,
-        "model_args": {
-            "n_layer": shape.n_layer,
-            "n_head": shape.n_head,
-            "n_embd": shape.n_embd,
-            "block_size": shape.block_size,
-            "bias": shape.bias,
-            "vocab_size": shape.vocab_size,
-            "dropout": config.get("dropout", 0.0),
-        },
-        "iter_num": state.meta["step"],
-        "best_val_loss": state.meta.get("best_val_loss"),
-        "config": {"dataset": (state.meta.get("dataset") or {}).get("name", "")},
-    }
-    file = io.BytesIO()
-    torch.save(checkpoint, file)
-    replace_bytes(out, file.getvalue())
-    note = "weights only: nanoGPT's sample.py reads it; its train.py would need an optimizer"
-    return Export(len(tensors), (note,))
 
 
 # ---- nanoray's own -------------------------------------------------------------------------------

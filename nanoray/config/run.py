@@ -57,10 +57,6 @@ class RunKeys(Group):
     KEY alone has the value of this command's shell, which is written nowhere (for tokens and keys);
     a resume takes it from its own shell again"""
 
-    # Of tuned.yaml
-    tuned_for: str = field("", "run")
-    """where `nanoray tune` has measured these settings; a run elsewhere says so"""
-
     # One seed for all random numbers: a resume repeats them from seed and step
     seed: Integer = field(1337, "run", ge=0, lt=2**63)
     """seed of the initial weights, of the sample order and of dropout"""

@@ -66,10 +66,10 @@ class DatasetInfo:
     def from_dict(cls, values: dict[str, Any]) -> DatasetInfo:
         """Read `to_dict` back. Raises DataError for a missing or unknown key, or a wrong type."""
         try:
-            # JSON has no tuples. Older records have no lists of files.
+            # JSON has no tuples.
             converted: dict[str, Any] = {"path": Path(values["path"])}
             for key in ("train_files", "val_files"):
-                converted[key] = tuple(TokenFile(**file) for file in values.get(key, ()))
+                converted[key] = tuple(TokenFile(**file) for file in values[key])
             return cls(**(values | converted))
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(

@@ -308,7 +308,7 @@ class OwnTask:
 
         Raises CheckpointError for another model or loss where the run was found and not named.
         """
-        before = meta.get("script", self._script)  # a checkpoint of an older nanoray has none
+        before = meta["script"]
         others = [key for key, now in self._script.items() if before[key] != now]
         lines = [f"{key} is {before[key]} there and {self._script[key]} here" for key in others]
         is_another = "model" in others or "loss" in others

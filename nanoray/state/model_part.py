@@ -109,10 +109,6 @@ class ModelPart(StatePart):
         model = self._state.model
         self._write_buffers(saved)
         tensors, values = entries_of(saved, device_of(model))
-        own = model.state_dict()
-        for name in own.keys() - tensors.keys() - values.keys():
-            if name.endswith("num_batches_tracked"):
-                tensors[name] = own[name]  # older checkpoints have none
         try:
             model.load_state_dict(tensors | values, strict=saved.has_weights)
         except RuntimeError as error:

@@ -52,7 +52,7 @@ class Counters(StatePart):
             "samples_seen": state.samples,
             "val_loss": scalars.val_loss if is_evaluated else None,
             "best_val_loss": scalars.best_val_loss,
-            "scalars": {"step": state.step, "samples": state.samples, **asdict(scalars)},
+            "scalars": asdict(scalars),
         }
 
     def load(self, saved: StateDict) -> None:
@@ -60,10 +60,7 @@ class Counters(StatePart):
         meta = saved.meta
         state.step = meta["step"]
         state.samples = meta["samples_seen"]
-        values = dict(meta["scalars"])
-        values.pop("step", None)
-        values.pop("samples", None)
-        state.scalars = Scalars(**values)
+        state.scalars = Scalars(**meta["scalars"])
 
         # The step's end was done before it was saved. The command itself goes on.
         step = state.step
@@ -78,7 +75,7 @@ class GuardsPart(StatePart):
         packed.meta["guards"] = self._state.guards.values()
 
     def load(self, saved: StateDict) -> None:
-        self._state.guards.load_values(saved.meta.get("guards", {}))
+        self._state.guards.load_values(saved.meta["guards"])
 
 
 class ScalerPart(StatePart):

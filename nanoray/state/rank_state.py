@@ -25,7 +25,7 @@ class Values(Protocol):
         """Return them as JSON."""
 
     def load_values(self, values: dict[str, Any]) -> None:
-        """Restore what `values` returned; an empty dict changes nothing."""
+        """Restore what `values` returned."""
 
 
 class Scaler(Values, Protocol):

@@ -64,17 +64,6 @@ def describe_place(mesh: Mesh) -> str:
     return f"{mesh.world_size} x {hardware(mesh)}, torch {torch.__version__}, nanoray {__version__}"
 
 
-def tuned_elsewhere(tuned_for: str, mesh: Mesh) -> tuple[str, ...]:
-    """Return a note where settings were measured elsewhere, else ()."""
-    here = describe_place(mesh)
-    if tuned_for in ("", here):
-        return ()
-    return (
-        f"note    these settings were tuned on {tuned_for}, and this is {here}; `nanoray tune` finds "
-        "those of this place",
-    )
-
-
 def cpu_kernels() -> str:
     """Return the vector instructions that torch uses here, and the variables that choose kernels.
 

@@ -40,7 +40,7 @@ from nanoray.train.agree import (
     resolved,
 )
 from nanoray.train.elastic import Rejoin, TrainingGroup, compares, furthest, train_in_groups
-from nanoray.train.hardware import compare_hardware, tuned_elsewhere
+from nanoray.train.hardware import compare_hardware
 from nanoray.train.model import use_products
 from nanoray.train.out_of_memory import (
     ENOUGH,
@@ -217,8 +217,7 @@ def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
         decided = resolved(spec.config, mesh, precision, {})
         found = (path, step, (*notes, *decided_otherwise(path, spec.config, decided, why)))
     resume, resume_step, notes = mesh.broadcast(found)
-    differs = (*compare_hardware(mesh), *tuned_elsewhere(spec.config.tuned_for, mesh))
-    spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *differs))
+    spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
     return Start(spec, precision, why, resume_step)
 
 

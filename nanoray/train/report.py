@@ -11,8 +11,6 @@ from nanoray.base.environment import working_folder
 from nanoray.base.text import clock, short
 from nanoray.checkpoint.run import RunSpec, expected_loss
 
-_PROMPT = "To be"  # of the command that samples; a text without these letters has none
-
 
 def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -> list[str]:
     """Return the last lines of a run: loss, expected loss, sample, folder, and commands to run next.
@@ -67,10 +65,7 @@ def _next_commands(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
     if not any((spec.folder / "checkpoints").glob("step_*")):
         return commands
     if config.model == "gpt":
-        prompt = ""
-        if _can_write(_PROMPT, spec.dataset.tokenizer):
-            prompt = f" --prompt {shlex.quote(_PROMPT)}"
-        commands.append(f"{python} -m nanoray sample {run}{prompt}")
+        commands.append(f"{python} -m nanoray sample {run}")
     if config.model != "own":
         resume = f"{python} -m nanoray.launch --resume {run}"
         # A run that ended early (a signal, stop_at, target_loss) has steps left of its own recipe.
@@ -78,13 +73,6 @@ def _next_commands(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
             resume += f" --max_steps {2 * config.max_steps}"
         commands.append(resume)
     return commands
-
-
-def _can_write(text: str, tokenizer: dict[str, Any]) -> bool:
-    """Return whether a run's vocabulary has all characters of a text."""
-    if tokenizer.get("kind") == "char":
-        return set(text) <= set(tokenizer["chars"])
-    return tokenizer.get("kind") in ("byte", "gpt2")
 
 
 def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:

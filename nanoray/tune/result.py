@@ -70,9 +70,9 @@ def closing_lines(search: Search) -> list[str]:
     return lines
 
 
-def tuned_values(config: Config, name: str, choice: Choice, place: str) -> dict[str, Any]:
+def tuned_values(config: Config, name: str, choice: Choice) -> dict[str, Any]:
     """Return the keys of tuned.yaml: all that have no default, with those of the choice."""
-    values = config.model_dump() | dict(choice) | {"name": name, "tuned_for": place}
+    values = config.model_dump() | dict(choice) | {"name": name}
     defaults = Config.model_construct().model_dump()
     return {
         key: value
@@ -88,6 +88,6 @@ def write_results(
     speedup = median(search.verdict) if search.best else 1.0
     write_json(folder / VERDICT, {"settings": dict(search.best), "speedup": speedup})
     head = [f"# {line}" for line in (f"Found by `nanoray tune` on {place}", *lines)]
-    values = tuned_values(config, name, search.best, place)
+    values = tuned_values(config, name, search.best)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     replace_text(folder / TUNED, "\n".join([*head, text]))

@@ -51,22 +51,9 @@ def test_a_flipped_bit_is_found_and_passed_over(
     assert "step_00000008  DAMAGED: checkpoint" in out
     assert "(model.safetensors: sha256 differs)" in out
     assert "step_00000004  ok\nFAILED  1 damaged" in out
-    assert main(["show", str(run)]) == 0
-    assert "step          4\n" in capsys.readouterr().out, "the newest whole one"
     (run / "checkpoints" / "step_00000004" / "optimizer.safetensors").write_bytes(b"short")
     assert main(["list", str(run)]) == 1
     assert "5 bytes instead of" in capsys.readouterr().out
-
-
-def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = run / "checkpoints" / "step_00000004"
-    assert main(["show", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "world_size    1" in out
-    assert "blocks.0.attn" in out
-    assert "float32" in out
-    assert main(["show", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 4
 
 
 def test_export_is_one_file_that_makes_the_model_again(
@@ -92,7 +79,7 @@ def test_export_is_one_file_that_makes_the_model_again(
     ("argv", "text"),
     [
         (["list", "absent"], "no checkpoint in absent; give a run folder"),
-        (["burn"], "unknown command burn; one of list, verify, show, export"),
+        (["burn"], "unknown command burn; one of list, verify, export"),
         (
             ["verify", "step_00000001"],
             "DAMAGED: checkpoint step_00000001 is damaged (manifest.json: missing)",

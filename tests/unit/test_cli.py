@@ -249,7 +249,6 @@ def test_a_lost_stream_ends_no_command(
         for argv in [
             *commands,
             ["checkpoint", "list", run],
-            ["checkpoint", "show", run],
             ["checkpoint"],
             ["--help"],
             ["--version"],

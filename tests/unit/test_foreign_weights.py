@@ -350,7 +350,7 @@ def test_text_gets_the_tokens_of_the_weights(tmp_path: Path) -> None:
 
 
 def exported(tmp_path: Path, step: Path, kind: str = "safetensors") -> Path:
-    name = {"huggingface": "hf", "nanogpt": "ckpt.pt", "safetensors": "m.safetensors"}[kind]
+    name = {"huggingface": "hf", "safetensors": "m.safetensors"}[kind]
     out = tmp_path / name
     assert main(["export", str(step), "--format", kind, "--out", str(out)]) == 0
     return out
@@ -375,7 +375,7 @@ def test_transformers_reads_an_export(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("kind", ["huggingface", "nanogpt", "safetensors"])
+@pytest.mark.parametrize("kind", ["huggingface", "safetensors"])
 def test_out_and_in_again_changes_no_bit(kind: str, tmp_path: Path) -> None:
     shape = ModelShape(2, 2, 32, POSITIONS, True, 250)
     step = foreign.own_checkpoint(tmp_path / "checkpoints", shape)
@@ -406,8 +406,6 @@ def test_a_run_begins_with_an_export(tmp_path: Path) -> None:
     ("kind", "changes", "text"),
     [
         ("huggingface", {"rotary": True}, "positions = rotary: GPT-2 has nothing like it"),
-        ("nanogpt", {"rotary": True}, "positions = rotary: nanoGPT has nothing like it"),
-        ("nanogpt", {"gelu": "tanh"}, "gelu = tanh: nanoGPT has nothing like it"),
         (
             "huggingface",
             {"experts": 2, "experts_per_token": 1, "expert_hidden": 8},

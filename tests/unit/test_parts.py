@@ -298,10 +298,8 @@ def test_the_command_lists_verifies_and_exports_it(
     path = save_all(tmp_path / "checkpoints", cuts("uneven", 3), 5)
     assert main(["list", str(tmp_path)]) == 0
     assert main(["verify", str(tmp_path)]) == 0
-    assert main(["show", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "step_00000005  ok" in out
-    assert "12×4" in out, "whole shapes"
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "weights.safetensors")]) == 0
     exported, wanted = load_file(tmp_path / "weights.safetensors"), full(5)
     assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())

@@ -23,7 +23,6 @@ NO_PATHS = {
     "profile",
     "comm_trace",
     "faults",
-    "tuned_for",
 }
 
 

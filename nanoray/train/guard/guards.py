@@ -101,9 +101,7 @@ class Guards:
         }
 
     def load_values(self, values: dict[str, Any]) -> None:
-        """Restore what `values` returned; an empty dict (an older checkpoint) changes nothing."""
-        if not values:
-            return
+        """Restore what `values` returned."""
         self._steps = list(values["steps"])
         # JSON has no NaN: a value that a checkpoint contains as null was not finite.
         ring = []
@@ -117,7 +115,7 @@ class Guards:
         self._row = values["row"]
         self._place = values["place"]
         self._returns = values["returns"]
-        self._overflows = values.get("overflows", 0)
+        self._overflows = values["overflows"]
 
     def count_healed(self, ranks: int) -> None:
         """Count replicas that took over the majority's state."""
