@@ -16,7 +16,6 @@ from pathlib import Path
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import NanorayError
-from nanoray.faults.progress import AFTER_UPDATE, ProgressFile
 
 # What a run writes before its first step. Files of records are empty until then
 _FILES = (
@@ -55,36 +54,22 @@ def discard_refused(spec: RunSpec) -> bool:
 
 
 def _is_worthless(folder: Path) -> bool:
-    """Return whether a run's folder has only what a run without a step writes."""
-    # A run may log rarely: each rank's last position says whether it has completed a step
-    if any(_has_trained(path) for path in folder.glob("logs/rank*.progress")):
-        return False
-    try:
-        for path in folder.rglob("*"):
-            if path.is_dir() or path.stat().st_size == 0:
-                continue
-            if not _is_of_the_start(path.relative_to(folder)):
-                return False
-    except OSError:  # what cannot be read is not removed
-        return False
+    """Return whether a run's folder has only what a run without a step writes.
+
+    The first step of each command has a record.
+    """
+    for path in folder.rglob("*"):
+        if (
+            path.is_file()
+            and path.stat().st_size
+            and not _is_of_the_start(path.relative_to(folder))
+        ):
+            return False
     return True
-
-
-def _has_trained(progress: Path) -> bool:
-    """Return whether a rank has completed a step of its own, by its progress file."""
-    position = ProgressFile.read_all(progress)
-    if position is None:
-        return False
-    step, phase, base, _ = position
-    completed = step if phase in AFTER_UPDATE else step - 1
-    return completed > max(base, 0)
 
 
 def _is_of_the_start(name: Path) -> bool:
     """Return whether a file is written before the first step."""
     if len(name.parts) == 1:
         return name.name in _FILES
-    if name.parts[0] == "logs":
-        return any(name.match(f"logs/{pattern}") for pattern in _LOGS)
-    # TensorBoard's header, which is written when its writer opens
-    return name.parts[0] == "tb" and name.name.startswith("events.out.tfevents.")
+    return name.parts[0] == "tb" or (name.parts[0] == "logs" and name.name.startswith("rank"))

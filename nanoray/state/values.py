@@ -155,23 +155,6 @@ def tensors_within(data: Any) -> Iterator[str]:
             yield from tensors_within([*data.values()])
 
 
-def same(a: Any, b: Any) -> bool:
-    """Return whether two values have the same types and the same bits."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
-        # As bytes, because a NaN differs from itself.
-        return alike and bool(torch.equal(bytes_of(a), bytes_of(b)))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, (float, np.generic)):
-        return repr(a) == repr(b)
-    return a is b or bool(a == b)
-
-
 def _as_parent(value: Any) -> Any:
     """Return a value of a subclass as one of the type that it extends."""
     if isinstance(value, Tensor):

@@ -21,8 +21,9 @@ from nanoray.own.optimizer import (
 from nanoray.own.shards import cut_optimizer
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.state.optimizers import changed_groups, group_values, load_groups, values_of
-from nanoray.state.values import put_together, same, take_apart
+from nanoray.state.values import put_together, take_apart
 from tests.harness import optimizers as styles
+from tests.harness.same import same
 
 Make = Callable[[Any], optim.Optimizer]
 

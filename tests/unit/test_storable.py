@@ -20,8 +20,8 @@ from nanoray.mesh.memory import bytes_of
 from nanoray.own.checks import require_storable
 from nanoray.state.modules import Undisturbed, extra_states, join, split
 from nanoray.state.state_dict import StateDict
-from nanoray.state.values import same
 from tests.harness.keepers import KEEPERS
+from tests.harness.same import same
 
 # torch warns of the kinds of tensors that it supports less
 pytestmark = [
