@@ -30,6 +30,7 @@ NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "float": (float, torch.float64),
     "bool": (bool, torch.bool),
 }
+STEP = "step"  # the key of a count, which is one number for a parameter
 Groups = list[list[dict[str, Any]]]  # by optimizer and group: the values of a group, as JSON
 
 
@@ -301,11 +302,13 @@ class StateFormat(NamedTuple):
 
     keys: set[str] | None  # those that some parameter has; None: not known
     required: set[str]  # those that every parameter has
-    whole: set[str]  # those whose tensors are shaped like their parameters
-    scalars: set[str]  # those of single numbers
     scalars_on_host: bool  # also where a fused kernel updates the parameter
-    declared: bool  # whether the optimizer itself names its keys, as nanoray's own do
     dtype: torch.dtype | None  # of its tensors; None: see `_dtype_of`
+
+    @property
+    def whole(self) -> set[str]:
+        """The keys whose tensors are shaped like their parameters."""
+        return (self.keys or set()) - {STEP}
 
 
 def known_format(optimizer: Optimizer) -> StateFormat:
@@ -328,9 +331,8 @@ def known_format(optimizer: Optimizer) -> StateFormat:
         keys = {"momentum_buffer"} if any(g["momentum"] for g in groups) else set()
         required = keys if all(g["momentum"] for g in groups) else set()
     else:
-        return StateFormat(None, set(), set(), {"step"}, on_host, False, dtype)
-    is_declared = declared is not None
-    return StateFormat(keys, required, keys - {"step"}, {"step"}, on_host, is_declared, dtype)
+        return StateFormat(None, set(), on_host, dtype)
+    return StateFormat(keys, required, on_host, dtype)
 
 
 def load_tensors(
@@ -391,7 +393,7 @@ def load_tensors(
         if param is None or param not in member_of:
             raise misfit
         form = form_of[member_of[param]]
-        has_known_place = key in form.scalars or ":" in key
+        has_known_place = key == STEP or ":" in key
         is_number = tensor.dim() == 0 and param.dim() > 0
         is_scalar = is_number or (has_known_place and tensor.numel() == 1)
 
@@ -425,11 +427,10 @@ def _fitting_format(
     saved_keys = {name.partition(".")[0] for name in of_parameters}
     fits = form.keys is None or form.required <= saved_keys <= form.keys
     if not fits and (saved_keys or not may_be_empty):
-        where = ", in its precision" if form.declared else ""
         raise CheckpointError(
             f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "
             f"{name_of(optimizer)} needs {sorted(form.keys or ()) or 'nothing'}; resume "
-            f"with the optimizer that wrote it{where}"
+            "with the optimizer and the precision that wrote it"
         )
     return form
 
