@@ -46,11 +46,11 @@ from nanoray.train.guard.replicas import agreed, digest
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.out_of_memory import (
     ENOUGH,
+    LESS,
     Shortage,
     agree,
     describe,
     record,
-    remedies,
     shortage_of,
     update_is_done_in_part,
 )
@@ -225,11 +225,11 @@ def require_smaller(
     begins = state.step == state.session.begun
     ended = ConfigError if begins else MemoryExhausted
     if state.is_updating:
-        raise ended(update_is_done_in_part(error, group.spec.config, mesh, step)) from error
+        raise ended(update_is_done_in_part(error, mesh, step)) from error
     if engine is None:
         raise ended(
             f"rank {mesh.rank} ran out of memory before its first step "
-            f"({describe(error, mesh.device)}); {remedies(group.spec.config, mesh)}"
+            f"({describe(error, mesh.device)}); {LESS}"
         ) from error
     if phase in ("checkpoint", "done"):  # no micro batch takes this memory
         raise error

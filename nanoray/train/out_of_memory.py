@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.base.script_errors import shown
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.config.conflicts import first
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
 from nanoray.faults.cause import is_out_of_host_memory
@@ -30,7 +28,6 @@ from nanoray.faults.plan import append_event
 from nanoray.faults.progress import LEFT
 from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
-from nanoray.parallel.statistics import has_statistics
 
 EVENT = "out_of_memory"  # in a run's faults.jsonl
 GIB = 1 << 30
@@ -41,15 +38,9 @@ READ_LESS = (
     "ahead: lower num_workers or prefetch_factor, read items when they are asked for, or, if the "
     "batch itself is too large, lower micro_batch_size"
 )
-# Values that need less memory, in the order of what they cost; and what else they take
-REMEDIES: tuple[tuple[str, str | int, str], ...] = (
-    ("activation_checkpointing", "selective", ""),
-    ("activation_checkpointing", "block", ""),
-    ("dp_mode", "zero1", ""),
-    ("dp_mode", "zero2", ""),
-    ("dp_mode", "fsdp", ""),
-    ("cp", 2, "twice the ranks"),
-    ("tp", 2, "twice the ranks"),
+LESS = (
+    "to need less memory, in the order of what it costs: --activation_checkpointing selective or block, "
+    "--dp_mode zero1, zero2 or fsdp on several ranks, --cp or --tp with more of them, a smaller model"
 )
 
 
@@ -92,7 +83,7 @@ def shortage_of(
     elif config.on_oom == "stop":
         problem = f"; {HALVE}"
     elif micro == 1:
-        problem = f", with 1 sequence at a time; {remedies(config, mesh)}"
+        problem = f", with 1 sequence at a time; {LESS}"
     elif come_in_batches(batches.data):
         problem = (
             f", and the train data come in batches of {micro}; give smaller ones, or a dataset with "
@@ -111,12 +102,12 @@ def come_in_batches(data: object) -> bool:
     return isinstance(data, FallibleSamples) and data.in_batches
 
 
-def update_is_done_in_part(error: BaseException, config: Config, mesh: Mesh, step: int) -> str:
+def update_is_done_in_part(error: BaseException, mesh: Mesh, step: int) -> str:
     """Return the message of a rank that has run out of memory within an update of its weights."""
     return (
         f"rank {mesh.rank} ran out of memory in the update of step {step} "
         f"({describe(error, mesh.device)}). Some weights have changed, so the step cannot be done "
-        f"again here, and the update does not depend on the micro batch; {remedies(config, mesh)}. "
+        f"again here, and the update does not depend on the micro batch; {LESS}. "
         "Then resume"
     )
 
@@ -145,32 +136,6 @@ def memory_left(error: BaseException, device: torch.device) -> str:
     return f"{available_memory_bytes() / GIB:.2f} GiB of the host are free"
 
 
-def remedies(config: Config, mesh: Mesh) -> str:
-    """Return which settings need less memory, in the order of what they cost in time or ranks."""
-    # One replica has nothing to share.
-    alone = mesh.layout.dp * mesh.layout.cp == 1
-    helpful: list[str] = []
-    for key, value, takes in REMEDIES:
-        smaller = config.model_copy(update={key: value})
-        if not _is_less(config, key, value) or first(smaller, about=[key]):
-            continue
-        if key == "dp_mode" and alone:
-            takes = "on more ranks"
-        helpful.append(f"--{key} {value}" + (f" ({takes})" if takes else ""))
-    if not helpful:
-        return "use a device with more memory, or a smaller model"
-    return f"to need less memory, in the order of what it costs: {', '.join(helpful)}"
-
-
-def _is_less(config: Config, key: str, value: str | int) -> bool:
-    """Return whether a value of REMEDIES comes after the present one of its key."""
-    present = getattr(config, key)
-    if isinstance(value, int):
-        return bool(present < value)
-    values = [other for name, other, _ in REMEDIES if name == key]
-    return present not in values or values.index(value) > values.index(present)
-
-
 def agree(mesh: Mesh, own: Shortage) -> Shortage:
     """Return the smallest limit of all ranks, and who ran out of memory. (all ranks)"""
     values: list[Any] = mesh.all_gather(tuple(own))
@@ -188,28 +153,13 @@ def agree(mesh: Mesh, own: Shortage) -> Shortage:
     return Shortage(limit, why, no_eval=no_eval)
 
 
-def announcement(why: str, before: Batch, batch: Batch, config: Config, model: nn.Module) -> str:
+def announcement(why: str, before: Batch, batch: Batch) -> str:
     """Return the line on a step that is done again with a smaller micro batch."""
-    line = (
+    return (
         f"memory  {why}: micro batch {before.micro} -> {batch.micro}, accumulation {before.accum} "
-        f"-> {batch.accum}; the step is done again, and none is lost"
+        f"-> {batch.accum}; the step is done again, and none is lost. Masks of dropout, statistics of "
+        "batch norms and the balance of experts depend on the micro batch's size"
     )
-    depends = _depends_on_micro(config, model)
-    return f"{line}. Of the micro batch's size depend: {depends}" if depends else line
-
-
-def _depends_on_micro(config: Config, model: nn.Module) -> str:
-    """Return what is not the same with another micro batch, beside rounding; "": nothing."""
-    depends = []
-    if config.model == "own":
-        depends.append("what the model draws, and a loss that is no mean over samples")
-    elif config.dropout:
-        depends.append("the masks of dropout")
-    if has_statistics(model):
-        depends.append("the statistics of batch norms")
-    if config.experts:
-        depends.append("the balance of experts")
-    return "; ".join(depends)
 
 
 # The record: a restart, and a later command of the run, begin with what has fitted.

@@ -123,7 +123,7 @@ class Recipe:
         self.fitted = group.memory.limit
         if group.memory.why and group.mesh.rank == 0:
             now = self.batch_for(group.mesh)
-            self.observers.note(announcement(group.memory.why, before, now, self._cfg, self.model))
+            self.observers.note(announcement(group.memory.why, before, now))
             record(group.spec, self.state.step + 1, group.mesh, group.memory)
 
         if group.source is not None:

@@ -309,7 +309,6 @@ sys.exit(main(sys.argv[1:]))"""
     assert "memory  rank 0 ran out of memory while it warmed up (CUDA out of memory" in done.stdout
     assert "micro batch 3 -> 1, accumulation 4 -> 12" in done.stdout
     assert "with 1 sequence at a time; to need less memory, in the order of what" in done.stderr
-    assert "--activation_checkpointing block, --dp_mode zero1 (on more ranks)" in done.stderr
 
 
 def test_ranks_that_disagree_are_refused(text: Path, tmp_path: Path) -> None:

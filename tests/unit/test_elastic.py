@@ -282,10 +282,7 @@ def test_a_process_alone_meets_nobody(spec: RunSpec) -> None:
         ({"on_oom": "stop"}, 6, r"rank 0 ran out of memory while it warmed up \(CUDA out of memory. "
          r"Tried to allocate 2 GiB; [\d.]+ GiB of the host are free\); halve --micro_batch_size"),
         ({}, 1, "with 1 sequence at a time; to need less memory, in the order of what it costs: "
-         "--activation_checkpointing selective, --activation_checkpointing block, --dp_mode zero1, "
-         r"--dp_mode zero2, --dp_mode fsdp, --cp 2 \(twice the ranks\), --tp 2 \(twice the ranks\)"),
-        ({"dp_mode": "zero2", "activation_checkpointing": "block"}, 1,
-         r"costs: --dp_mode fsdp, --cp 2 \(twice"),
+         "--activation_checkpointing selective or block, --dp_mode zero1, zero2 or fsdp"),
     ],
 )  # fmt: skip
 def test_where_no_smaller_one_is_taken_the_error_says_what_helps(
