@@ -8,7 +8,7 @@ import pytest
 
 from nanoray.config import field_group, load_config, make_config, recipe_of
 from nanoray.errors import ConfigError
-from nanoray.forecast.scale import job_of
+from nanoray.forecast.job import job_of
 
 CASES: list[tuple[dict[str, Any], str]] = [
     (
@@ -49,6 +49,6 @@ def test_a_forecast_of_it_is_refused() -> None:
     config = load_config(preset="tiny", overrides={"grad_compress": "bf16"})
     with pytest.raises(
         ConfigError,
-        match="a forecast has no prediction for grad_compress = bf16; use grad_compress",
+        match="a step is not predicted for grad_compress = bf16; use grad_compress",
     ):
         job_of(config, 65, 8)

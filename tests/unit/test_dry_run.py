@@ -182,7 +182,7 @@ def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         "memory     without activations: a forward on fake tensors failed "
         "(DataDependentOutputException" in out
     )
-    assert "memory     without the state of Sized, which could not be tried alone" in out
+    assert "memory     without the state of Sized, which is not one of torch's own" in out
     assert parts(out).keys() == {"parameters", "gradients"}
 
 

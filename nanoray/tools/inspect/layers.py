@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from nanoray.config import Batch, Config
-from nanoray.forecast.job import Job
+from nanoray.forecast.job import Job, assume_device
 from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.predict import flops_of
-from nanoray.forecast.rank_memory import assume_device
 from nanoray.mesh.layout import DIVISIONS, Coords, Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
