@@ -191,9 +191,7 @@ def test_a_recipe_names_files_and_names_that_exist(recipe: str) -> None:
 
 
 def test_a_name_that_is_gone_is_found_in_a_recipe() -> None:
-    recipe = (
-        "`TABLE` `GONE` `Conflict.problem` `nanoray/gone.py` in `nanoray/config/conflicts.py`\n"
-    )
+    recipe = "`TABLE` `GONE` `Rule.problem` `nanoray/gone.py` in `nanoray/config/conflicts.py`\n"
     assert missing_names(recipe) == ["GONE", "nanoray/gone.py"]
 
 
