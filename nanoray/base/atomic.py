@@ -123,13 +123,3 @@ def replace_bytes(path: Path, data: bytes, sync: bool = True) -> None:
     finally:
         with suppress(OSError):
             aside.unlink()  # it is there only if the rename did not happen: a full disk, Ctrl-C
-
-
-def remove_asides(path: Path) -> None:
-    """Remove what processes left beside `path` that were killed while they wrote it.
-
-    Only for who holds a lock: the file of a process that is still writing would be removed too.
-    """
-    for aside in path.parent.glob(f".{path.name}.*{_ASIDE}"):
-        with suppress(OSError):
-            aside.unlink()

@@ -1,22 +1,15 @@
-"""Token shards from text, JSON lines, parquet and data sets of the hub: their tokens, what a command that
-was killed leaves to the next one, and what is refused.
+"""Token shards from text, JSON lines, parquet and data sets of the hub: their tokens, and what is
+refused.
 """
 
 from __future__ import annotations
 
-import fcntl
 import gzip
-import itertools
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,10 +33,6 @@ from nanoray.errors import DataError
 BYTE = {"kind": "byte"}
 
 
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
 DOCUMENTS = [f"document {n}: {'é ' * (n % 5)}\n\nend" for n in range(23)] + ["", "ends\n"]
 
 
@@ -57,15 +46,6 @@ def tokens_of(out: Path, split: str, dtype: str = "uint16") -> list[int]:
         assert header[:3].tolist() == [20240520, 1, len(part)]
         assert not header[3:].any()
     return np.concatenate([np.empty(0, dtype), *parts]).tolist()
-
-
-def bytes_of(out: Path) -> dict[str, bytes]:
-    """All that a command has written, but for the lock and the times in meta.json."""
-    found = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
-    found["meta.json"] = json.dumps(
-        {k: v for k, v in json.loads(found["meta.json"]).items() if k != "prepared_from"}
-    ).encode()
-    return found
 
 
 # Formats.
@@ -114,12 +94,11 @@ def test_documents_become_the_tokens_of_their_split(
     path = FORMATS[name](tmp_path)
     out = tmp_path / "out"
     source = Files([path], "text", 0.2)
-    meta = prepare_shards.prepare_shards(source, BYTE, out, 100, lambda line: None)
+    meta = prepare_shards.prepare_shards(source.batches, BYTE, out, 100, lambda line: None)
     for split in ("train", "val"):
         assert tokens_of(out, split) == right_tokens(split)
         assert meta[f"{split}_tokens"] == len(right_tokens(split))
-    assert meta["documents"] == 24
-    assert not (out / ".progress.json").exists()
+    assert sorted(path.suffix for path in out.iterdir() if path.suffix != ".bin") == [".json"]
 
 
 class Merging(ByteTokenizer):
@@ -166,17 +145,6 @@ def test_the_pieces_of_a_text_have_the_tokens_of_the_whole(
     assert found == tokenizer.encode(text).tolist()
 
 
-def test_the_share_that_is_read_grows_to_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "BATCH", 50)
-    source = Files([write_jsonl(tmp_path), write_parquet(tmp_path)], "text", 0.2)
-    shares = [source.share(batch.place) for batch in source.batches(None)]
-    assert shares == sorted(shares)
-    assert shares[-1] == 1
-    assert len({*shares}) > 5
-
-
 def test_a_text_is_one_document_whose_end_is_for_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +154,8 @@ def test_a_text_is_one_document_whose_end_is_for_validation(
     for name, text in zip("ab", texts, strict=True):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     source = Files([tmp_path / "a.txt", tmp_path / "b.txt"], "text", 0.3)
-    prepare_shards.prepare_shards(source, {"kind": "gpt2"}, tmp_path / "out", 9, lambda line: None)
+    gpt2 = {"kind": "gpt2"}
+    prepare_shards.prepare_shards(source.batches, gpt2, tmp_path / "out", 9, lambda line: None)
 
     encode = Merging().encode
     train = [*encode("ab  ab\n\n ab\nab\n").tolist(), 300, *encode("ab").tolist(), 300]
@@ -209,36 +178,6 @@ def test_characters_are_those_of_all_documents(tmp_path: Path) -> None:
     assert not list((tmp_path / "same").glob("val*"))
     other.write_text("zebra 9")
     assert main([*arguments, "--out", str(tmp_path / "new")]) == 2
-
-
-def test_a_run_trains_on_a_finished_folder_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that is not finished has no vocabulary yet, and llm.c's header would mean GPT-2's."""
-    path = write_jsonl(tmp_path)
-    out = tmp_path / "out"
-    command = ["tokenize", str(path), "--tokenizer", "char", "--out", str(out)]
-    command += ["--shard_tokens", "64"]
-    config = make_config({"dataset": str(out), "block_size": 8, "micro_batch_size": 2})
-    with monkeypatch.context() as patched:
-        patched.setattr(prepare_shards._Preparation, "_report", kill)
-        with pytest.raises(Killed):
-            main(command)
-    assert (out / "train_000000.bin").exists()
-    with pytest.raises(DataError, match="out is not finished; run the command of `nanoray data`"):
-        prepare(config)
-    with pytest.raises(DataError, match="out is not finished; run the command of `nanoray data`"):
-        ShardStream(str(out / "train_*.bin"), block_size=8)
-
-    assert main(command) == 0
-    info = prepare(config)
-    assert info.tokenizer["kind"] == "char"
-    assert info.train_tokens == len(tokens_of(out, "train"))
-    assert info.val_tokens == len(tokens_of(out, "val"))
-
-
-def kill(*_: Any) -> None:
-    raise Killed
 
 
 def test_a_stream_reads_the_shards(tmp_path: Path) -> None:
@@ -267,126 +206,34 @@ def test_a_run_reads_the_shards(tmp_path: Path) -> None:
             assert numbers[np.arange(len(numbers))].tolist() == tokens_of(out, split)
 
 
-# A command that is killed.
-
-
-def prepare_hub_or_files(folder: Path, kind: str) -> Callable[[Path], Any]:
-    """Return a function that prepares what a kind of source has into a folder."""
-    if kind == "hub":
-        pytest.importorskip("datasets")  # not with Python 3.10
-        copy = folder / "copy"
-        copy.mkdir()
-        half = len(DOCUMENTS) // 2
-        for i, texts in enumerate((DOCUMENTS[:half], DOCUMENTS[half:])):
-            table = pa.table({"text": texts, "id": [str(i)] * len(texts)})
-            pq.write_table(table, copy / f"{i:03d}_00000.parquet", row_group_size=5)
-        source: Any = Hub(SETS["fineweb-edu"], str(copy), 0.2)
-    elif kind == "text":
-        (folder / "a.txt").write_text("\n".join(DOCUMENTS))
-        source = Files([folder / "a.txt"], "text", 0.2)
-    else:
-        source = Files([FORMATS[kind](folder)], "text", 0.2)
-    return lambda out: prepare_shards.prepare_shards(source, BYTE, out, 90, lambda line: None)
-
-
-FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("jsonl.gz", "parquet")]
-
-
-@pytest.mark.parametrize("kind", ["text", "hub", *FULL])
-def test_a_command_killed_at_any_moment_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_a_run_trains_on_a_finished_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before and after each rename and each write to the disk: one of them in a folder, and all of
-    them one after the other in another folder.
-    """
-    monkeypatch.setattr(documents, "BATCH", 120)
-    monkeypatch.setattr("nanoray.data.hub.BATCH", 120)
-    monkeypatch.setattr(prepare_shards, "_SAVE_S", 0.0)
-    begin = prepare_hub_or_files(tmp_path, kind)
-    begin(tmp_path / "whole")
-    right = bytes_of(tmp_path / "whole")
-    if kind == "hub":
-        for split in ("train", "val"):
-            assert tokens_of(tmp_path / "whole", split) == right_tokens(split)
-
-    calls = 0
-    deadly = 0
-    replace, fsync = os.replace, os.fsync
-
-    def count(call: Any, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == deadly:
-            raise Killed
-        call(*arguments)
-        calls += 1
-        if calls == deadly:
-            raise Killed
-
-    monkeypatch.setattr(os, "replace", lambda *arguments: count(replace, *arguments))
-    monkeypatch.setattr(os, "fsync", lambda *arguments: count(fsync, *arguments))
-
-    def unlink_if_alive(path: Path, missing_ok: bool = False) -> None:
-        """A killed process runs no `finally`: what it was writing stays in the folder."""
-        if not 0 < deadly <= calls:
-            unlink(path, missing_ok)
-
-    unlink = Path.unlink
-    monkeypatch.setattr(Path, "unlink", unlink_if_alive)
-    begin(tmp_path / "counted")
-    moments = calls
-    assert moments > 30
-    step = 5 if kind == "hub" else 1  # to open a set of the hub takes longest
-    for moment in range(1, moments + 1, step):
-        out = tmp_path / f"killed-{moment}"
-        calls, deadly = 0, moment
-        with pytest.raises(Killed):
-            begin(out)
-        deadly = 0
-        begin(out)
-        assert bytes_of(out) == right, moment
-
-    # Killed again and again: each command gets a little further.
-    if kind == "hub":
-        return
-    out = tmp_path / "again"
-    for deadly in itertools.count(1):
-        calls = 0
-        try:
-            begin(out)
-            break
-        except Killed:
-            assert deadly < moments
-    assert bytes_of(out) == right
-
-
-def test_a_process_that_is_killed_is_followed_by_another_one(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"line {i} of a text\n" for i in range(400_000)))
-    command = [
-        sys.executable,
-        "-m",
-        "nanoray",
-        "data",
-        "tokenize",
-        str(path),
-        "--tokenizer",
-        "byte",
-    ]
-    command += ["--shard_tokens", "1000000", "--out"]
+    """A folder that is not finished has no vocabulary yet, and llm.c's header would mean GPT-2's."""
+    monkeypatch.setattr(documents, "BATCH", 40)
     out = tmp_path / "out"
-    first = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (out / "train_000001.bin").exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    assert not (out / "meta.json").exists(), "it was killed in the middle"
-    text = subprocess.run([*command, str(out)], capture_output=True, text=True, check=True).stdout
-    assert text.startswith(f"going on with {out}, where an earlier command ended")
-    whole = tmp_path / "whole"
-    assert main([*command[4:], str(whole)]) == 0
-    assert bytes_of(out) == bytes_of(whole)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "ab" * 20}) + "\n" for _ in range(9)) + "no JSON")
+    command = ["tokenize", str(path), "--tokenizer", "byte", "--out", str(out)]
+    assert main([*command, "--shard_tokens", "64"]) == 2
+    assert (out / "train_000000.bin").exists()
+    config = make_config({"dataset": str(out), "block_size": 8, "micro_batch_size": 2})
+    with pytest.raises(DataError, match="out is not finished; wait for the command of"):
+        prepare(config)
+    with pytest.raises(DataError, match="out is not finished; wait for the command of"):
+        ShardStream(str(out / "train_*.bin"), block_size=8)
+
+
+def test_a_copy_of_a_set_of_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")  # not with Python 3.10
+    half = len(DOCUMENTS) // 2
+    for i, texts in enumerate((DOCUMENTS[:half], DOCUMENTS[half:])):
+        table = pa.table({"text": texts, "id": [str(i)] * len(texts)})
+        pq.write_table(table, tmp_path / f"{i:03d}_00000.parquet", row_group_size=5)
+    source = Hub(SETS["fineweb-edu"], str(tmp_path), 0.2)
+    prepare_shards.prepare_shards(source.batches, BYTE, tmp_path / "out", 90, lambda line: None)
+    for split in ("train", "val"):
+        assert tokens_of(tmp_path / "out", split) == right_tokens(split)
 
 
 # What is refused.
@@ -407,8 +254,6 @@ def make_wrong_files(folder: Path) -> None:
     (folder / "bad.parquet").write_bytes(b"PAR1")
     (folder / "full").mkdir()
     (folder / "full" / "x").write_text("x")
-    (folder / "damaged").mkdir()
-    (folder / "damaged" / ".progress.json").write_text("{")
     (folder / "file").write_text("x")
 
 
@@ -426,9 +271,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no column": ("a.parquet", "has no column text; it has content, n: choose with --field"),
     "not text": ("a.parquet --field n", "the column n of .* holds int64 and no text"),
     "no parquet": ("bad.parquet", "cannot read .*bad.parquet as parquet: "),
-    "a full folder": ("a.txt --out full", r"full is not empty \(x\), and nothing in it says"),
-    "a damaged one": ("a.txt --out damaged", r".progress.json is damaged; remove the folder"),
-    "a file": ("a.txt --out file", "cannot write into .*file: .*; choose another folder"),
+    "a full folder": ("a.txt --out full", r"full is not empty; choose another folder"),
+    "a file": ("a.txt --out file", "cannot prepare .*file: .*; choose another folder"),
     "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, char, byte, and"),
     "shard_tokens": ("a.txt --shard_tokens 0", "shard_tokens = 0 is not above 0"),
     "val_fraction": ("a.txt --val_fraction 1", "val_fraction = 1 is not between 0 and 0.5"),
@@ -446,29 +290,6 @@ def test_what_cannot_be_prepared_is_refused(
     assert main(["tokenize", *defaults, *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
-
-
-def test_a_folder_of_other_settings_and_one_in_use_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_jsonl(tmp_path)
-    out = tmp_path / "out"
-    command = ["tokenize", str(path), "--tokenizer", "byte", "--out", str(out)]
-    assert main(command) == 0
-    assert main(command) == 0
-    assert f"{out} is prepared already" in capsys.readouterr().out
-    assert main([*command, "--shard_tokens", "9"]) == 2
-    assert "is of shard_tokens = 100000000, but now it is shard_tokens = 9; choose" in (
-        capsys.readouterr().err
-    )
-    path.write_text(path.read_text() + "\n")
-    assert main(command) == 2
-    assert "is of files = [" in capsys.readouterr().err
-
-    with (out / ".lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(command) == 2
-    assert "another command prepares" in capsys.readouterr().err
 
 
 def test_a_set_of_the_hub_is_refused_where_it_cannot_be_opened(
