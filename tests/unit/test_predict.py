@@ -30,7 +30,6 @@ from nanoray.forecast.links import (
     seen_by,
     send,
 )
-from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.parallelisms.record import divisors
 from nanoray.forecast.predict import OnTopology, Speed, flops_of, predict
 from nanoray.forecast.rank_memory import memory_of, rank_memory
@@ -43,11 +42,9 @@ from nanoray.models.costs import (
     activation_memory,
     count_parameters,
     flops_per_token,
-    scaling_parameters,
 )
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.weights import weights_of
-from nanoray.parallel import ep
 from nanoray.parallel.schedules import in_flight
 from nanoray.parallel.tp import cut, names_of_partial
 from tests.harness.factorizations import factorizations
@@ -149,26 +146,6 @@ def cut_model(
 # Parameters and FLOPs
 
 
-@pytest.mark.parametrize(("tp", "split"), [(1, 1), (1, 2), (2, 1), (4, 2)])
-@pytest.mark.parametrize("shared", [0, 2])
-def test_tensors_of_experts_are_those_of_a_model_that_is_cut(
-    tp: int, split: int, shared: int
-) -> None:
-    shape = replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=shared)
-    with torch.device("meta"):
-        model = GPT(shape)
-        mesh = Mesh(0, tp, 0, torch.device("meta"), "none", "test")
-        if tp > 1:
-            cut(model, Axis("tp", tuple(range(tp)), 0, None, mesh))
-        if split > 1:
-            ep.cut(model, Axis("ep", tuple(range(split)), 0, None, mesh))
-    some = replace(job(experts=Experts(4, 2, 24, shared)), shape=shape)
-    tensors = weights_of(some.shape, Layout(dp=2, tp=tp, ep=split), 0)
-    assert [t.numel for t in tensors] == [p.numel() for p in model.parameters()]
-    names = ep.names_of_experts(model)
-    assert [t.expert for t in tensors] == [name in names for name, _ in model.named_parameters()]
-
-
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_flops_of_all_stages_are_those_of_the_model(pp: int) -> None:
     stages = [flops_of(job(), Layout(pp=pp), stage) for stage in range(pp)]
@@ -211,24 +188,6 @@ def test_experts_by_hand() -> None:
 
 
 # Memory
-
-
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "fsdp"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
-def test_memory_of_a_cut_model_is_the_formula_of_the_dry_run(mode: str, checkpointing: str) -> None:
-    some, layout = job(dp_mode=mode, activation_checkpointing=checkpointing), Layout(dp=4, tp=2)
-    model, _ = cut_model(2)
-    expected = state_memory(some.config, Sizes.of(model), 4, 8, 0.05)
-    expected |= activation_memory(SHAPE, 2, "fp32", checkpointing, Cut(2))
-    assert memory_of(some, layout, 2) == expected
-    rows = job(dp_mode=mode, activation_checkpointing=checkpointing, tp=2, sequence_parallel=True)
-    assert memory_of(rows, layout, 2) == expected | activation_memory(
-        SHAPE, 2, "fp32", checkpointing, Cut(2, 1, True)
-    )
-    half = replace(some, precision="bf16")
-    assert memory_of(half, layout, 2)["copies"] == pytest.approx(
-        2 * scaling_parameters(SHAPE) / 2, rel=0.01
-    )
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -283,26 +242,6 @@ def test_what_stages_keep_in_flight() -> None:
         memory_of(job(64, schedule="gpipe"), Layout(dp=2, pp=4), 1)["activations"]
         > first["activations"]
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
-)
-def test_the_timetable_keeps_what_the_closed_forms_of_the_papers_say(
-    kind: str, chunks: int
-) -> None:
-    for pp, micro in ((2, 2), (2, 8), (4, 4), (4, 12)):
-        for stage in range(pp):
-            closed = {
-                "gpipe": micro,
-                "1f1b": min(micro, pp - stage),
-                "interleaved": min(micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1),
-            }
-            assert sum(in_flight(kind, pp, stage, micro, chunks)) == closed[kind], (
-                pp,
-                micro,
-                stage,
-            )
 
 
 LAYOUTS = st.builds(
@@ -412,20 +351,6 @@ def test_what_the_sequence_leaves_to_sum_of_experts(shared: int) -> None:
     )
 
 
-def test_tp_by_hand() -> None:
-    """Per block 2 sums of B·T·C forward and 2 backward; a rank of two sends as many bytes as a
-    tensor has.
-    """
-    talks = {t.what: t for t in talks_of(job(64), Layout(dp=8, tp=2), 4, 0) if t.axis == "tp"}
-    assert (talks["activations"].times, talks["activations"].nbytes) == (2 * 4 * 2, 4 * 4 * 16 * 64)
-    assert (talks["their gradients"].times, talks["their gradients"].nbytes) == (
-        2 * (4 * 2 + 1),
-        4 * 4 * 16 * 64,
-    )
-    assert talks["activations"].sent(2) == 16 * 4 * 4 * 16 * 64
-    assert talks["activations"].sent(4) == 1.5 * 16 * 4 * 4 * 16 * 64
-
-
 @pytest.mark.parametrize(
     ("mode", "accum", "passes"),
     [("ddp", 4, 2), ("ddp_by_hand", 4, 2), ("zero1", 4, 2), ("zero2", 1, 2), ("fsdp", 1, 3)],
@@ -516,16 +441,6 @@ def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
     nodes = [len({rank // per_node for rank in group}) for group in groups]
     assert place.inside == (max(nodes) == 1)
     assert math.ceil(place.ranks / place.local) >= max(nodes) - 1
-
-
-@settings(max_examples=60)
-@given(LAYOUTS, st.sampled_from(["dp", "tp", "pp"]), st.integers(1, 10**9), st.integers(1, 10**9))
-def test_seconds_grow_with_bytes(layout: Layout, axis: str, small: int, more: int) -> None:
-    for op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"):
-        costs = [
-            OnTopology(NODES).cost(layout, axis, op, size).seconds for size in (small, small + more)
-        ]
-        assert costs == [0, 0] if getattr(layout, axis) == 1 else 0 < costs[0] < costs[1]
 
 
 # A step

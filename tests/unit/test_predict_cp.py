@@ -58,25 +58,6 @@ def by_what(talks: list[Talk], axis: str) -> dict[str, Talk]:
 # What travels
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_keys_and_values_by_hand(precision: str) -> None:
-    """4 layers, 2 micro batches of 2 sequences of 16 tokens; a rank of cp 4 has 4 of each."""
-    size = 4 if precision == "fp32" else 2
-    talks = by_what(talks_of(job(4, precision), Layout(cp=4), 2, 0), "cp")
-    numbers = 2 * 2 * 4 * 64  # keys and values of 2·4 tokens of width 64
-    # Each block passes three other ranks, in 4 layers of one micro batch
-    passes = 4 * (4 // 2) * 3
-    forward = talks["keys and values"]
-    assert (forward.times, forward.nbytes) == (passes, size * numbers)
-    backward = talks["keys and values, backward"]
-    assert (backward.times, backward.nbytes) == (passes, size * numbers)
-    gradients = talks["their gradients"]
-    assert (gradients.times, gradients.nbytes) == (passes, 4 * numbers)
-    home = talks["their gradients, home"]
-    assert (home.times, home.nbytes) == (passes / 3, 4 * numbers)
-    assert "keys and values, again" not in talks
-
-
 def test_tensor_ranks_have_some_of_the_heads_and_stages_some_of_the_layers() -> None:
     whole = by_what(talks_of(job(4), Layout(cp=4), 2, 0), "cp")["keys and values"]
     halved = by_what(talks_of(job(4), Layout(cp=4, tp=2), 2, 0), "cp")["keys and values"]
