@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoray.config import Batch, Config, make_config
-from nanoray.data import cifar10, download
+from nanoray.data import cifar10
 from nanoray.data.cifar10 import CLASSES, RECORD, generate, prepare, read_archive
 from nanoray.data.images import MEAN, PAD, STD, ImageData
 from nanoray.data.prepare import prepare as prepare_any
@@ -23,21 +23,16 @@ from tests.harness.images import TRAIN, VAL, small_dataset
 PER_BATCH = 20
 
 
-def archive(**changed: bytes | None) -> bytes:
-    """Return a small archive in the format of the real one; `changed` replaces or leaves out
-    members by their stem.
-    """
+def archive() -> bytes:
+    """Return a small archive in the format of the real one."""
     members = {f"data_batch_{n}": generate((n - 1) * PER_BATCH, PER_BATCH) for n in range(1, 6)}
     members |= {"test_batch": generate(5 * PER_BATCH, PER_BATCH)}
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as file:
-        names = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
-        file.addfile(names, io.BytesIO(b""))
-        for stem, data in (members | changed).items():
-            if data is not None:
-                info = tarfile.TarInfo(f"cifar-10-batches-bin/{stem}.bin")
-                info.size = len(data)
-                file.addfile(info, io.BytesIO(data))
+        for stem, data in members.items():
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{stem}.bin")
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
     return out.getvalue()
 
 
@@ -68,28 +63,6 @@ def test_the_archive_gives_the_records_of_its_six_batches_in_order() -> None:
     train, val = read_archive(archive())
     assert train == generate(0, 5 * PER_BATCH)
     assert val == generate(5 * PER_BATCH, PER_BATCH)
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (archive(data_batch_3=None), "has no cifar-10-batches-bin/data_batch_3.bin"),
-        (archive(test_batch=b""), "test_batch.bin has 0 bytes, not a multiple of 3073"),
-        (
-            archive(data_batch_1=generate(0, 2)[:-1]),
-            "data_batch_1.bin has 6145 bytes, not a multiple of 3073",
-        ),
-        (
-            archive(data_batch_2=b"\x0a" + bytes(RECORD - 1)),
-            "data_batch_2.bin: image 0 has class 10, above 9",
-        ),
-        (archive()[:5000], "not CIFAR-10's binary archive"),
-        (b"no archive", "not CIFAR-10's binary archive"),
-    ],
-)
-def test_a_strange_archive_is_refused(broken: bytes, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_archive(broken)
 
 
 def test_cifar10_comes_from_a_url_and_then_from_the_cache(
@@ -140,8 +113,7 @@ def test_another_file_is_not_cifar10(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_network")
-def test_cifar10_by_name_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "BACKOFF_S", (0.01, 0.01))
+def test_cifar10_by_name_is_never_replaced() -> None:
     assert refused().startswith("cannot get CIFAR-10 from file:///no/such/archive: ")
 
 
