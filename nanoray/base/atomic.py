@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +37,6 @@ def read_json(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json_mapping(path.read_bytes())
     return {}
-
-
-@contextmanager
-def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Let one process at a time do what runs share, such as making a database; the others wait.
-
-    `lock` is a file that stays. Raises OSError where it cannot be written.
-    """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("ab") as file:
-        # A file system without locks: it is as if there were one process.
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -123,13 +107,3 @@ def replace_bytes(path: Path, data: bytes, sync: bool = True) -> None:
     finally:
         with suppress(OSError):
             aside.unlink()  # it is there only if the rename did not happen: a full disk, Ctrl-C
-
-
-def remove_asides(path: Path) -> None:
-    """Remove what processes left beside `path` that were killed while they wrote it.
-
-    Only for who holds a lock: the file of a process that is still writing would be removed too.
-    """
-    for aside in path.parent.glob(f".{path.name}.*{_ASIDE}"):
-        with suppress(OSError):
-            aside.unlink()

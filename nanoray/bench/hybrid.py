@@ -4,7 +4,7 @@ Two nodes of a few ranks each train one model, sharded over all ranks and sharde
 (--replicas 2). Both nodes are on this machine. The link between them is real TCP that a relay
 slows down (harness/thin_links.py); ranks of a node reach each other through its loopback. Every
 round runs a few steps of each arm in turn. The relay counts what crosses the link, and the formula
-of `nanoray.forecast.by_link` stands beside it.
+of `nanoray.forecast.traffic` stands beside it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class HybridBenchmark(Benchmark):
 def _expected_mb(config: Config, ranks: int) -> float:
     """Return the MB that cross the link in a step, both ways, by formula."""
     from nanoray.bench.simulate import communication_of
-    from nanoray.forecast.by_link import sent_by_link
+    from nanoray.forecast.traffic import sent_by_link
 
     sent = sent_by_link(*communication_of(config, ranks), ranks // NODES)
     return sent.between * ranks / 1e6

@@ -22,9 +22,9 @@ from nanoray.bench.harness.report import Measurement, Report
 from nanoray.config import Config, resolve_batch
 from nanoray.data.tokenizer import VOCAB as VOCAB
 from nanoray.forecast.fit import Fit
+from nanoray.forecast.job import job_of
 from nanoray.forecast.links import Cost, Topology, all_reduce, coefficients
 from nanoray.forecast.parallelisms.record import Talk
-from nanoray.forecast.scale import job_of
 from nanoray.forecast.simulate import SimulatedBucket, Step, simulate
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout

@@ -1,6 +1,6 @@
 """`nanoray data tokenize|import|index|openwebtext|fineweb-edu`: prepare data for training.
 
-tokenize      turn text, JSON lines or parquet into token shards; a second command goes on after a kill
+tokenize      turn text, JSON lines or parquet into token shards
 import        turn numpy's arrays of tokens (.npy) into token files
 index         find the records of files of lines before a run does (ShardStream)
 openwebtext   the 8 million web pages of the preset gpt2-124m, as GPT-2's tokens
@@ -22,7 +22,7 @@ from nanoray.data.documents import FORMATS, Files
 from nanoray.data.hub import SETS, Hub
 from nanoray.data.import_tokens import import_arrays
 from nanoray.data.line_index import starts_of
-from nanoray.data.prepare_shards import prepare_shards
+from nanoray.data.prepare_shards import Source, prepare_shards
 from nanoray.data.shards import find_files, kind_of
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.errors import DataError
@@ -67,7 +67,7 @@ def _tokenize(argv: list[str]) -> int:
 
     files = find_files(args.files, FORMATS)
     source = Files(files, args.field, _fraction(args.val_fraction))
-    _prepare(source, _parse_tokenizer(args.tokenizer), args)
+    _prepare(source.batches, _parse_tokenizer(args.tokenizer), args)
     return 0
 
 
@@ -102,7 +102,8 @@ def _prepare_set(name: str, argv: list[str]) -> int:
     _add_flags_of_shards(parser, data.val_fraction)
     args = parser.parse_args(argv)
     tokenizer = _parse_tokenizer(args.tokenizer)
-    _prepare(Hub(data, args.source, _fraction(args.val_fraction)), tokenizer, args)
+    hub = Hub(data, args.source, _fraction(args.val_fraction))
+    _prepare(hub.batches, tokenizer, args)
     return 0
 
 
@@ -124,7 +125,7 @@ def _add_flags_of_shards(parser: Any, val_fraction: float) -> None:
     )
 
 
-def _prepare(source: Any, tokenizer: str | dict[str, Any], args: Any) -> None:
+def _prepare(source: Source, tokenizer: str | dict[str, Any], args: Any) -> None:
     if args.shard_tokens < 1:
         raise DataError(
             f"shard_tokens = {args.shard_tokens} is not above 0; leave it out, or raise it"

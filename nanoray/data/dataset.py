@@ -15,7 +15,7 @@ from nanoray.errors import DataError
 CHUNK_BYTES = 1 << 24  # a multiple of every token's size
 
 
-PROGRESS = ".progress.json"  # in a folder that `nanoray data tokenize` has not finished
+UNFINISHED = ".unfinished"  # in a folder that `nanoray data tokenize` has not finished
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,17 @@
-"""Read documents from files one after the other, from any place on, in bounded memory.
+"""Read documents from files one after the other, in bounded memory.
 
-    a text file    one document, in pieces; its end is for validation
-    JSON lines     a document in each line: the text of a field
-    parquet        a document in each row: the text of a column; needs pyarrow
-
-The place after a batch is plain JSON, and reading from there yields what would have followed.
+a text file    one document, in pieces; its end is for validation
+JSON lines     a document in each line: the text of a field
+parquet        a document in each row: the text of a column; needs pyarrow
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanoray.data.line_index import require_no_nul
 from nanoray.errors import DataError
@@ -30,7 +28,6 @@ FORMATS = {
 }
 BATCH = 1 << 20  # characters of a batch, about
 _SPACES = " \n\t\r"
-Place = dict[str, Any]
 
 
 def import_parquet() -> Any:
@@ -49,26 +46,6 @@ class DocumentPiece(NamedTuple):
     split: str  # train | val
     ends: bool  # the document ends with it
     is_file: bool = False  # the document is a whole file, and separated from others by nothing
-
-
-class DocumentBatch(NamedTuple):
-    """Some pieces, in their order, and where reading goes on after them."""
-
-    pieces: list[DocumentPiece]
-    place: Place
-
-
-class DocumentSource(Protocol):
-    """Where documents come from."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return what the documents depend on, as JSON types."""
-
-    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
-        """Yield the documents from a place on; None: from the first one."""
-
-    def share(self, place: Place) -> float | None:
-        """Return how much lies before a place, 0 to 1; None where it is not known."""
 
 
 class Choice:
@@ -97,91 +74,62 @@ class Files:
         for path, kind in zip(paths, self._formats, strict=True):
             if kind == "parquet":
                 require_column(path, field)
-        self._sizes = [path.stat().st_size for path in paths]
 
-    def settings(self) -> dict[str, Any]:
-        files = []
-        for path, size in zip(self._paths, self._sizes, strict=True):
-            files.append({"path": str(path), "size": size, "mtime_ns": path.stat().st_mtime_ns})
-        return {"files": files, "field": self._field, "val_fraction": self._val_fraction}
+    def batches(self) -> Iterator[list[DocumentPiece]]:
+        """Yield all documents, about BATCH characters at a time."""
+        return in_batches(self._pieces())
 
-    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
-        now = place or {"file": 0, "at": 0, "documents": 0}
-        readers = {"text": self._read_text, "jsonl": self._read_lines, "parquet": self._read_rows}
-        while now["file"] < len(self._paths):
-            number = now["file"]
-            read = readers[self._formats[number]]
-            yield from _in_batches(read(self._paths[number], now), now)
-            now = {"file": number + 1, "at": 0, "documents": now["documents"]}
+    def _pieces(self) -> Iterator[DocumentPiece]:
+        # The first documents of all files together are for validation, so one count goes through.
+        number = 0
+        for path, kind in zip(self._paths, self._formats, strict=True):
+            if kind == "text":
+                yield from self._read_text(path)
+                number += 1
+                continue
+            texts = self._read_lines(path) if kind == "jsonl" else self._read_rows(path)
+            for text in texts:
+                if text:
+                    yield DocumentPiece(text, self._choice.split_of(number), ends=True)
+                    number += 1
 
-    def share(self, place: Place) -> float | None:
-        before = sum(self._sizes[: place["file"]])
-        # A row is no byte of the file, and neither is a byte of what was compressed.
-        if place["file"] < len(self._paths):
-            in_bytes = self._formats[place["file"]] != "parquet"
-            if in_bytes and self._paths[place["file"]].suffix != ".gz":
-                before += place["at"]
-        return before / max(1, sum(self._sizes))
-
-    # Each of these yields pieces, and moves `now` behind the newest one.
-
-    def _read_text(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
+    def _read_text(self, path: Path) -> Iterator[DocumentPiece]:
         size = path.stat().st_size
         border = size
         if self._val_fraction:
             border = _line_start(path, int(size * (1 - self._val_fraction)))
+        at = 0
         for split, end in (("train", border), ("val", size)):
-            while now["at"] < end:
-                text, after = read_piece(path, now["at"], end)
-                now["at"] = after
-                yield DocumentPiece(text, split, ends=after == end, is_file=True)
-        now["documents"] += 1
+            while at < end:
+                text, at = read_piece(path, at, end)
+                yield DocumentPiece(text, split, ends=at == end, is_file=True)
 
-    def _read_lines(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
+    def _read_lines(self, path: Path) -> Iterator[str]:
+        start = 0
         with _open(path) as stream:
-            stream.seek(now["at"])
             for line in stream:
-                start = now["at"]
-                now["at"] += len(line)
                 if line.strip():
-                    text = _text_of_line(line, self._field, path, start)
-                    if text:
-                        now["documents"] += 1
-                        yield DocumentPiece(
-                            text, self._choice.split_of(now["documents"] - 1), ends=True
-                        )
+                    yield _text_of_line(line, self._field, path, start)
+                start += len(line)
 
-    def _read_rows(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
+    def _read_rows(self, path: Path) -> Iterator[str | None]:
         file = import_parquet().ParquetFile(path)
-        first = 0
         for group in range(file.metadata.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if first + rows > now["at"]:
-                column = file.read_row_group(group, columns=[self._field]).column(0)
-                for row in range(now["at"] - first, rows):
-                    text = column[row].as_py()
-                    now["at"] += 1
-                    if text:
-                        now["documents"] += 1
-                        yield DocumentPiece(
-                            text, self._choice.split_of(now["documents"] - 1), ends=True
-                        )
-            first += rows
+            yield from file.read_row_group(group, columns=[self._field]).column(0).to_pylist()
 
 
-def _in_batches(pieces: Iterator[DocumentPiece], now: Place) -> Iterator[DocumentBatch]:
-    """Group pieces; the reader has moved `now` behind the last one of a batch."""
+def in_batches(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
+    """Group pieces, about BATCH characters at a time."""
     batch: list[DocumentPiece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
         if size >= BATCH:
-            yield DocumentBatch(batch, dict(now))
+            yield batch
             batch = []
             size = 0
-    # Also without a piece: the place after the file.
-    yield DocumentBatch(batch, {"file": now["file"] + 1, "at": 0, "documents": now["documents"]})
+    yield batch
 
 
 def format_of(path: Path) -> str:

@@ -1,7 +1,6 @@
 """Documents of data sets on the Hugging Face hub, or of a copy of one, through its `datasets` library.
 
-They are streamed, so only the files that are being read are downloaded. A place holds the state that
-the library's stream has for it: the file and the row in it.
+They are streamed, so only the files that are being read are downloaded.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.script_errors import one_line
-from nanoray.data.documents import BATCH, Choice, DocumentBatch, DocumentPiece, Place
+from nanoray.data.documents import Choice, DocumentPiece, in_batches
 from nanoray.errors import DataError
 
 
@@ -60,41 +59,17 @@ class Hub:
             self._path = str(Path(source).expanduser().absolute())
             self._name = None
         self._column = data.column
-        self._val_fraction = val_fraction
         self._choice = Choice(val_fraction)
         self._stream = self._open()
 
-    def settings(self) -> dict[str, Any]:
-        return {
-            "source": self._path,
-            "configuration": self._name,
-            "field": self._column,
-            "val_fraction": self._val_fraction,
-        }
+    def batches(self) -> Iterator[list[DocumentPiece]]:
+        """Yield all documents, some at a time."""
+        return in_batches(self._pieces())
 
-    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
-        documents = 0
-        stream = self._stream
-        if place is not None:
-            documents = place["documents"]
-            stream = self._open()
-            stream.load_state_dict(place["state"])
-        pieces: list[DocumentPiece] = []
-        size = 0
-        for row in stream:
-            text = row[self._column]
-            if text:
-                pieces.append(DocumentPiece(text, self._choice.split_of(documents), ends=True))
-                documents += 1
-                size += len(text)
-            if size >= BATCH:
-                yield DocumentBatch(pieces, {"documents": documents, "state": stream.state_dict()})
-                pieces = []
-                size = 0
-        yield DocumentBatch(pieces, {"documents": documents, "state": stream.state_dict()})
-
-    def share(self, place: Place) -> float | None:
-        return None
+    def _pieces(self) -> Iterator[DocumentPiece]:
+        texts = (row[self._column] for row in self._stream)
+        for number, text in enumerate(filter(None, texts)):
+            yield DocumentPiece(text, self._choice.split_of(number), ends=True)
 
     def _open(self) -> Any:
         try:

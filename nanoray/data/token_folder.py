@@ -16,7 +16,7 @@ import numpy as np
 from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
-from nanoray.data.dataset import PROGRESS, DatasetInfo, TokenFile, read_tokens
+from nanoray.data.dataset import UNFINISHED, DatasetInfo, TokenFile, read_tokens
 from nanoray.data.headers import DTYPES, Header, read_header
 from nanoray.data.splits import Splits, find_splits, match_splits
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
@@ -145,10 +145,10 @@ def _require_finished(folder: Path) -> None:
 
     Its shards have a header already, but not all are there, and nothing says whose tokens they are.
     """
-    if (folder / PROGRESS).exists():
+    if (folder / UNFINISHED).exists():
         raise DataError(
-            f"{folder} is not finished; run the command of `nanoray data` that prepares it again: it "
-            "goes on"
+            f"{folder} is not finished; wait for the command of `nanoray data` that prepares it, or "
+            "remove the folder and run it again"
         )
 
 

@@ -1,18 +1,15 @@
-"""Token shards from text, JSON lines, parquet and data sets of the hub: their tokens, what a command that
-was killed leaves to the next one, and what is refused.
+"""Token shards from text, JSON lines, parquet and data sets of the hub: their tokens, and what is
+refused.
 """
 
 from __future__ import annotations
 
-import fcntl
 import gzip
-import itertools
 import json
-import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,13 +27,10 @@ from nanoray.data.hub import SETS, Hub
 from nanoray.data.prepare import prepare
 from nanoray.data.stream import ShardStream
 from nanoray.data.tokenizer import ByteTokenizer
+from nanoray.data.tokens import open_tokens
 from nanoray.errors import DataError
 
 BYTE = {"kind": "byte"}
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
 
 
 DOCUMENTS = [f"document {n}: {'é ' * (n % 5)}\n\nend" for n in range(23)] + ["", "ends\n"]
@@ -52,15 +46,6 @@ def tokens_of(out: Path, split: str, dtype: str = "uint16") -> list[int]:
         assert header[:3].tolist() == [20240520, 1, len(part)]
         assert not header[3:].any()
     return np.concatenate([np.empty(0, dtype), *parts]).tolist()
-
-
-def bytes_of(out: Path) -> dict[str, bytes]:
-    """All that a command has written, but for the lock and the times in meta.json."""
-    found = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
-    found["meta.json"] = json.dumps(
-        {k: v for k, v in json.loads(found["meta.json"]).items() if k != "prepared_from"}
-    ).encode()
-    return found
 
 
 # Formats.
@@ -109,12 +94,11 @@ def test_documents_become_the_tokens_of_their_split(
     path = FORMATS[name](tmp_path)
     out = tmp_path / "out"
     source = Files([path], "text", 0.2)
-    meta = prepare_shards.prepare_shards(source, BYTE, out, 100, lambda line: None)
+    meta = prepare_shards.prepare_shards(source.batches, BYTE, out, 100, lambda line: None)
     for split in ("train", "val"):
         assert tokens_of(out, split) == right_tokens(split)
         assert meta[f"{split}_tokens"] == len(right_tokens(split))
-    assert meta["documents"] == 24
-    assert not (out / ".progress.json").exists()
+    assert sorted(path.suffix for path in out.iterdir() if path.suffix != ".bin") == [".json"]
 
 
 class Merging(ByteTokenizer):
@@ -170,7 +154,8 @@ def test_a_text_is_one_document_whose_end_is_for_validation(
     for name, text in zip("ab", texts, strict=True):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     source = Files([tmp_path / "a.txt", tmp_path / "b.txt"], "text", 0.3)
-    prepare_shards.prepare_shards(source, {"kind": "gpt2"}, tmp_path / "out", 9, lambda line: None)
+    gpt2 = {"kind": "gpt2"}
+    prepare_shards.prepare_shards(source.batches, gpt2, tmp_path / "out", 9, lambda line: None)
 
     encode = Merging().encode
     train = [*encode("ab  ab\n\n ab\nab\n").tolist(), 300, *encode("ab").tolist(), 300]
@@ -195,36 +180,6 @@ def test_characters_are_those_of_all_documents(tmp_path: Path) -> None:
     assert main([*arguments, "--out", str(tmp_path / "new")]) == 2
 
 
-def test_a_run_trains_on_a_finished_folder_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that is not finished has no vocabulary yet, and llm.c's header would mean GPT-2's."""
-    path = write_jsonl(tmp_path)
-    out = tmp_path / "out"
-    command = ["tokenize", str(path), "--tokenizer", "char", "--out", str(out)]
-    command += ["--shard_tokens", "64"]
-    config = make_config({"dataset": str(out), "block_size": 8, "micro_batch_size": 2})
-    with monkeypatch.context() as patched:
-        patched.setattr(prepare_shards._Preparation, "_report", kill)
-        with pytest.raises(Killed):
-            main(command)
-    assert (out / "train_000000.bin").exists()
-    with pytest.raises(DataError, match="out is not finished; run the command of `nanoray data`"):
-        prepare(config)
-    with pytest.raises(DataError, match="out is not finished; run the command of `nanoray data`"):
-        ShardStream(str(out / "train_*.bin"), block_size=8)
-
-    assert main(command) == 0
-    info = prepare(config)
-    assert info.tokenizer["kind"] == "char"
-    assert info.train_tokens == len(tokens_of(out, "train"))
-    assert info.val_tokens == len(tokens_of(out, "val"))
-
-
-def kill(*_: Any) -> None:
-    raise Killed
-
-
 def test_a_stream_reads_the_shards(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--tokenizer", "byte", "--out", str(out), "--shard_tokens", "64"]
@@ -236,97 +191,49 @@ def test_a_stream_reads_the_shards(tmp_path: Path) -> None:
     assert targets.tolist() == train[64 + 17 : 64 + 25]
 
 
-# A command that is killed.
-
-
-def prepare_hub_or_files(folder: Path, kind: str) -> Callable[[Path], Any]:
-    """Return a function that prepares what a kind of source has into a folder."""
-    if kind == "hub":
-        pytest.importorskip("datasets")  # not with Python 3.10
-        copy = folder / "copy"
-        copy.mkdir()
-        half = len(DOCUMENTS) // 2
-        for i, texts in enumerate((DOCUMENTS[:half], DOCUMENTS[half:])):
-            table = pa.table({"text": texts, "id": [str(i)] * len(texts)})
-            pq.write_table(table, copy / f"{i:03d}_00000.parquet", row_group_size=5)
-        source: Any = Hub(SETS["fineweb-edu"], str(copy), 0.2)
-    elif kind == "text":
-        (folder / "a.txt").write_text("\n".join(DOCUMENTS))
-        source = Files([folder / "a.txt"], "text", 0.2)
-    else:
-        source = Files([FORMATS[kind](folder)], "text", 0.2)
-    return lambda out: prepare_shards.prepare_shards(source, BYTE, out, 90, lambda line: None)
-
-
-FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("jsonl.gz", "parquet")]
-
-
-@pytest.mark.parametrize("kind", ["text", "hub", *FULL])
-def test_a_command_killed_at_any_moment_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Before and after each rename and each write to the disk: one of them in a folder, and all of
-    them one after the other in another folder.
-    """
-    monkeypatch.setattr(documents, "BATCH", 120)
-    monkeypatch.setattr("nanoray.data.hub.BATCH", 120)
-    monkeypatch.setattr(prepare_shards, "_SAVE_S", 0.0)
-    begin = prepare_hub_or_files(tmp_path, kind)
-    begin(tmp_path / "whole")
-    right = bytes_of(tmp_path / "whole")
-    if kind == "hub":
+def test_a_run_reads_the_shards(tmp_path: Path) -> None:
+    """As the token files of other tools: a folder, or a pattern."""
+    out = tmp_path / "out"
+    arguments = ["--tokenizer", "byte", "--out", str(out), "--shard_tokens", "64"]
+    assert main(["tokenize", str(write_jsonl(tmp_path)), *arguments]) == 0
+    for dataset in (out, out / "*.bin"):
+        config = make_config({"dataset": str(dataset), "block_size": 4, "global_batch_size": 1})
+        info = prepare(config)
+        assert info.tokenizer == {"kind": "byte"}
+        assert len(info.files("train")) > 1
         for split in ("train", "val"):
-            assert tokens_of(tmp_path / "whole", split) == right_tokens(split)
+            numbers = open_tokens(info, split).numbers
+            assert numbers[np.arange(len(numbers))].tolist() == tokens_of(out, split)
 
-    calls = 0
-    deadly = 0
-    replace, fsync = os.replace, os.fsync
 
-    def count(call: Any, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == deadly:
-            raise Killed
-        call(*arguments)
-        calls += 1
-        if calls == deadly:
-            raise Killed
+def test_a_run_trains_on_a_finished_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is not finished has no vocabulary yet, and llm.c's header would mean GPT-2's."""
+    monkeypatch.setattr(documents, "BATCH", 40)
+    out = tmp_path / "out"
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "ab" * 20}) + "\n" for _ in range(9)) + "no JSON")
+    command = ["tokenize", str(path), "--tokenizer", "byte", "--out", str(out)]
+    assert main([*command, "--shard_tokens", "64"]) == 2
+    assert (out / "train_000000.bin").exists()
+    config = make_config({"dataset": str(out), "block_size": 8, "micro_batch_size": 2})
+    with pytest.raises(DataError, match="out is not finished; wait for the command of"):
+        prepare(config)
+    with pytest.raises(DataError, match="out is not finished; wait for the command of"):
+        ShardStream(str(out / "train_*.bin"), block_size=8)
 
-    monkeypatch.setattr(os, "replace", lambda *arguments: count(replace, *arguments))
-    monkeypatch.setattr(os, "fsync", lambda *arguments: count(fsync, *arguments))
 
-    def unlink_if_alive(path: Path, missing_ok: bool = False) -> None:
-        """A killed process runs no `finally`: what it was writing stays in the folder."""
-        if not 0 < deadly <= calls:
-            unlink(path, missing_ok)
-
-    unlink = Path.unlink
-    monkeypatch.setattr(Path, "unlink", unlink_if_alive)
-    begin(tmp_path / "counted")
-    moments = calls
-    assert moments > 30
-    step = 5 if kind == "hub" else 1  # to open a set of the hub takes longest
-    for moment in range(1, moments + 1, step):
-        out = tmp_path / f"killed-{moment}"
-        calls, deadly = 0, moment
-        with pytest.raises(Killed):
-            begin(out)
-        deadly = 0
-        begin(out)
-        assert bytes_of(out) == right, moment
-
-    # Killed again and again: each command gets a little further.
-    if kind == "hub":
-        return
-    out = tmp_path / "again"
-    for deadly in itertools.count(1):
-        calls = 0
-        try:
-            begin(out)
-            break
-        except Killed:
-            assert deadly < moments
-    assert bytes_of(out) == right
+def test_a_copy_of_a_set_of_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")  # not with Python 3.10
+    half = len(DOCUMENTS) // 2
+    for i, texts in enumerate((DOCUMENTS[:half], DOCUMENTS[half:])):
+        table = pa.table({"text": texts, "id": [str(i)] * len(texts)})
+        pq.write_table(table, tmp_path / f"{i:03d}_00000.parquet", row_group_size=5)
+    source = Hub(SETS["fineweb-edu"], str(tmp_path), 0.2)
+    prepare_shards.prepare_shards(source.batches, BYTE, tmp_path / "out", 90, lambda line: None)
+    for split in ("train", "val"):
+        assert tokens_of(tmp_path / "out", split) == right_tokens(split)
 
 
 # What is refused.
@@ -334,25 +241,41 @@ def test_a_command_killed_at_any_moment_is_finished_by_the_next(
 
 def make_wrong_files(folder: Path) -> None:
     (folder / "a.txt").write_text("text " * 9)
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
     (folder / "utf16.txt").write_bytes("text".encode("utf-16"))
     (folder / "a.csv").write_text("text")
+    (folder / "a.txt.gz").write_bytes(gzip.compress(b"text"))
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text')
     (folder / "list.jsonl").write_text("[1]")
+    (folder / "other.jsonl").write_text('{"content": "a"}')
+    (folder / "number.jsonl").write_text('{"text": 3}')
     (folder / "empty.jsonl").write_text('{"text": ""}')
     pq.write_table(pa.table({"content": ["a"], "n": [1]}), folder / "a.parquet")
-    (folder / "damaged").mkdir()
-    (folder / "damaged" / ".progress.json").write_text("{")
+    (folder / "bad.parquet").write_bytes(b"PAR1")
+    (folder / "full").mkdir()
+    (folder / "full" / "x").write_text("x")
+    (folder / "file").write_text("x")
 
 
 REFUSED: dict[str, tuple[str, str]] = {
+    "no file": ("x.txt", "no file .*x.txt; check the path"),
     "unknown": ("a.csv", "a.csv ends in none of .txt, .*; name it by what it holds, or unpack it"),
+    "text in gzip": ("a.txt.gz", "a.txt.gz ends in none of .txt"),
+    "latin": ("latin.txt", r"latin.txt is not UTF-8: byte 0xe9 at offset 3 \(invalid"),
     "utf-16": ("utf16.txt", r"utf16.txt is not UTF-8 text \(NUL byte at offset 3\)"),
     "bad json": ("bad.jsonl", "bad.jsonl at byte 14 is no JSON: "),
     "a list": ("list.jsonl", "list.jsonl at byte 0 is a list and no object with a field text"),
+    "no field": ("other.jsonl", "has no field text; it has content: choose with --field"),
+    "a number": ("number.jsonl", "has a int in text, and no text; mend the file"),
     "no text": ("empty.jsonl", "no tokens for training, and 0 for validation; give more text"),
+    "no column": ("a.parquet", "has no column text; it has content, n: choose with --field"),
     "not text": ("a.parquet --field n", "the column n of .* holds int64 and no text"),
-    "a damaged one": ("a.txt --out damaged", r".progress.json is damaged; remove the folder"),
+    "no parquet": ("bad.parquet", "cannot read .*bad.parquet as parquet: "),
+    "a full folder": ("a.txt --out full", r"full is not empty; choose another folder"),
+    "a file": ("a.txt --out file", "cannot prepare .*file: .*; choose another folder"),
+    "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, char, byte, and"),
     "shard_tokens": ("a.txt --shard_tokens 0", "shard_tokens = 0 is not above 0"),
+    "val_fraction": ("a.txt --val_fraction 1", "val_fraction = 1 is not between 0 and 0.5"),
 }
 
 
@@ -369,24 +292,18 @@ def test_what_cannot_be_prepared_is_refused(
     assert re.search(message, line), line
 
 
-def test_a_folder_of_other_settings_and_one_in_use_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_set_of_the_hub_is_refused_where_it_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_jsonl(tmp_path)
-    out = tmp_path / "out"
-    command = ["tokenize", str(path), "--tokenizer", "byte", "--out", str(out)]
-    assert main(command) == 0
-    assert main(command) == 0
-    assert f"{out} is prepared already" in capsys.readouterr().out
-    assert main([*command, "--shard_tokens", "9"]) == 2
-    assert "is of shard_tokens = 100000000, but now it is shard_tokens = 9; choose" in (
-        capsys.readouterr().err
-    )
-    path.write_text(path.read_text() + "\n")
-    assert main(command) == 2
-    assert "is of files = [" in capsys.readouterr().err
-
-    with (out / ".lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(command) == 2
-    assert "another command prepares" in capsys.readouterr().err
+    pytest.importorskip("datasets")  # not with Python 3.10
+    pq.write_table(pa.table({"content": ["a"]}), tmp_path / "a.parquet")
+    command = ["openwebtext", "--tokenizer", "byte", "--out", str(tmp_path / "out"), "--source"]
+    assert main([*command, str(tmp_path)]) == 2
+    assert "has no column text; it has content" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "nothing")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot open the data set ")
+    assert error.endswith("or give a folder with a copy of its files with --source\n")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert main([*command, str(tmp_path)]) == 2
+    assert "need the library datasets; pip install 'nanoray[hub]'" in capsys.readouterr().err

@@ -137,17 +137,12 @@ def test_an_index_is_written_once_and_made_anew_for_another_file(
     with monkeypatch.context() as patched:
         patched.setattr("nanoray.data.line_index.find_starts", refuse)
         assert len(starts_of(path)) == 3
-        # Another file, a torn index, and one whose record was not written yet.
         write_jsonl(path, [1, 2])
         with pytest.raises(AssertionError, match="read again"):
             starts_of(path)
     assert len(starts_of(path)) == 2
-    for damage in ("a.jsonl.npy", "a.jsonl.json"):
-        file = tmp_path / FOLDER / damage
+    for file in (tmp_path / FOLDER).iterdir():
         file.write_bytes(file.read_bytes()[:-9])
-        assert len(starts_of(path)) == 2
-        assert len(json.loads((tmp_path / FOLDER / "a.jsonl.json").read_text())) == 4
-    (tmp_path / FOLDER / "a.jsonl.json").unlink()
     assert len(starts_of(path)) == 2
 
 
