@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ages, figures
+from tests.harness import figures
 from tests.harness.figures import (
     MARKER,
     REASONS,
@@ -39,7 +39,7 @@ def files_of_tables(text: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/age-of-results.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_leads_to_the_files_of_its_tables_and_has_a_figure_of_each_file(name: str) -> None:
     text = TEXTS[name]
     linked = set(re.findall(r"\]\([^)]*\bresults/([\w-]+)\.json\)", text))
@@ -72,7 +72,6 @@ def test_every_missed_target_is_said_on_a_page() -> None:
 
 # Written by `make docs` from the sources, whose numbers are settings; what the project is and was
 WITHOUT_FIGURES = {
-    "docs/age-of-results.md",
     "docs/metrics.md",
     "docs/flags.md",
     "docs/errors.md",
@@ -113,19 +112,6 @@ def test_a_comment_has_no_measured_figure() -> None:
     assert found == {}, "a figure belongs on a page, behind a marker"
     assert claims("# It takes 9 µs for a sample.\nx = 1  # 6 % faster\n") != []
     assert claims("x = 5 * 2  # S3 takes parts of 5 MiB; it waits 20 s\n") == []
-
-
-def test_the_page_of_ages_has_every_file_with_what_it_measures() -> None:
-    """Its counts are those of the day on which `make docs` wrote it."""
-    subjects = {}
-    for path in RESULTS.glob("*.json"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        assert max(ages.dates(content)) >= "2026"
-        subjects[path.name] = ages.SUBJECTS[content.get("bench", path.stem)]
-    listed = re.findall(r"^\| \[([\w.-]+)\]", TEXTS["docs/age-of-results.md"], re.M)
-    assert sorted(listed) == sorted(subjects), RENEW
-    for rooms in ages.SUBJECTS.values():
-        assert all((ROOT / "nanoray" / room).is_dir() for room in rooms)
 
 
 # --- planted mistakes ---
