@@ -3,7 +3,7 @@
 One process trains a small GPT in every precision, on the same batches, and measures apart:
 gradients that underflow, updates that are lost, Adam's moments, overflow in attention and in
 compressed sums, the loss scale after overflows, and eight bits in the residual stream and in the
-loss. docs/precision/measured.md explains the rows.
+loss. docs/precision.md says what follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench precision`: each claim of docs/precision/measured.md at small size, and
+"""`python -m nanoray.bench precision`: each claim of docs/precision.md at small size, and
 a real quick run.
 """
 
