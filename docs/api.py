@@ -52,8 +52,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "on_run_end",
         "on_exception",
     ),
-    "WandbCallback": ("__init__",),
-    "MlflowCallback": ("__init__",),
 }
 # Of the same classes: what the package itself calls, and Config's keys, which flags.md describes
 INTERNAL: dict[str, tuple[str, ...]] = {
@@ -70,8 +68,6 @@ INTERNAL: dict[str, tuple[str, ...]] = {
         "order",
         "group_lost",
     ),
-    "WandbCallback": ("tracker", "observer"),
-    "MlflowCallback": ("tracker", "observer"),
 }
 FUNCTIONS = ("launch", "tune")  # packages that are functions, too
 HEAD = """\

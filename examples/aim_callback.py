@@ -3,7 +3,7 @@
 python examples/aim_callback.py, then `aim up --repo runs`
 
 Copy AimCallback into your script. It runs in the thread that trains, so what Aim takes for a record is
-the step's; for a tracker that may hang, nanoray.WandbCallback has a thread of its own.
+the step's; W&B and MLflow, with `--track`, have a thread of their own.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,6 @@ ShardStream     samples from files that are read in sequence
 Counted         a batch with its number of samples, which its tensors do not show
 Weighted        a loss as a sum and its weight, in place of a mean
 Callback        hooks that a script overrides
-WandbCallback   report to Weights & Biases; so does MlflowCallback to MLflow
 NanorayError    the base class of what nanoray raises on purpose; nanoray.errors has the others
 
 `import nanoray` imports neither torch nor Ray: a name is imported when it is first used. Types are
@@ -33,13 +32,11 @@ _EXPORTED = {
     "Callback": "nanoray.own.callbacks",
     "Config": "nanoray.config",
     "Counted": "nanoray.own.data.batch",
-    "MlflowCallback": "nanoray.own.trackers",
     "NanorayError": "nanoray.errors",
     "Run": "nanoray.own.run",
     "RuntimeEngine": "nanoray.own.engine",
     "ShardStream": "nanoray.data.stream",
     "Tuned": "nanoray.tune.command",
-    "WandbCallback": "nanoray.own.trackers",
     "Weighted": "nanoray.models.weighted",
 }
 
@@ -49,13 +46,11 @@ __all__ = [
     "Callback",
     "Config",
     "Counted",
-    "MlflowCallback",
     "NanorayError",
     "Run",
     "RuntimeEngine",
     "ShardStream",
     "Tuned",
-    "WandbCallback",
     "Weighted",
     "__version__",
     "launch",

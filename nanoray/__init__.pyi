@@ -11,21 +11,17 @@ from nanoray.own.callbacks import Callback as Callback
 from nanoray.own.data.batch import Counted as Counted
 from nanoray.own.engine import RuntimeEngine as RuntimeEngine
 from nanoray.own.run import Run as Run
-from nanoray.own.trackers import MlflowCallback as MlflowCallback
-from nanoray.own.trackers import WandbCallback as WandbCallback
 from nanoray.tune.command import Tuned as Tuned
 
 __all__ = [
     "Callback",
     "Config",
     "Counted",
-    "MlflowCallback",
     "NanorayError",
     "Run",
     "RuntimeEngine",
     "ShardStream",
     "Tuned",
-    "WandbCallback",
     "Weighted",
     "__version__",
     "launch",

@@ -318,28 +318,6 @@ METRICS: dict[str, Metric] = {
             "under 20 % of the step; above that, the log names the rank and its phase as a "
             "straggler",
         ),
-        Metric(
-            "link/rtt_ms",
-            "ms",
-            "between hosts: the smoothed round trip of gloo's TCP connections, as the kernel "
-            "measures it (TCP_INFO), on the slowest link",
-            "near `ping` between the hosts, and up to 40 ms above it where messages are rare; the "
-            "log names a host whose link is slower than the others'",
-        ),
-        Metric(
-            "link/rate_gbps",
-            "GB/s",
-            "between hosts: the rate at which the slowest link has delivered gloo's messages "
-            "(TCP_INFO)",
-            "near the link's speed for gradients of many megabytes, lower for small ones",
-        ),
-        Metric(
-            "link/resent",
-            "%",
-            "between hosts: packets that were lost and sent again since the last record, on the "
-            "worst link and in its worse direction",
-            "under 0.1",
-        ),
         # Memory and disk.
         Metric(
             "mem/peak_gib",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import calendar
 import os
-import re
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -88,7 +85,7 @@ def find_run(
 
     auto means the newest run of `out_dir` that fits. A run fits if it has this model shape and this
     `recipe`: keys and values of its config.json, and "tokens_sha256". If none does, a line for each
-    run that does not fit, or that this user may not read, is added to `passed_over`. Returns None
+    run that does not fit is added to `passed_over`. Returns None
     for none, and for auto when no run fits. Raises CheckpointError when a path has no valid
     checkpoint or one of another shape, and when auto finds only damaged ones: starting afresh would
     hide the loss.
@@ -130,10 +127,6 @@ def _find_newest(
     runs = [out_dir / name for name in names_in(out_dir, notes) if is_run_name(name)]
     damaged = bool(notes)
     for run_dir in sorted(runs, key=_sort_key, reverse=True):
-        unreadable = _unreadable(run_dir)
-        if unreadable:
-            notes.append(f"run {run_dir.name} is closed to this user ({unreadable}); skipped")
-            continue
         # Ask the newest readable checkpoint before loading it: that reads little.
         meta: dict[str, Any] = {}
         for path in steps_in(run_dir / "checkpoints", []):
@@ -166,36 +159,9 @@ def _find_newest(
     return None
 
 
-def _unreadable(run_dir: Path) -> str | None:
-    """Return why this user may not read a run, or None. Run folders are private to their user."""
-    try:
-        os.listdir(run_dir / "checkpoints")
-        for name in ("config.json", "run.json"):
-            (run_dir / name).open("rb").close()
-    except PermissionError as error:
-        return f"{error.filename}: {error.strerror}"
-    except OSError:
-        pass  # a missing file is no secret
-    return None
-
-
-def _sort_key(run_dir: Path) -> tuple[float, int, list[str]]:
-    """Return when the newest command on a run started, its newest step, and its name's parts."""
-    started = 0.0
-    newest = 0
-    try:
-        started = float(read_json(run_dir / "run.json")["started"])
-        newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
-    except KeyError:
-        # Without run.json its name says when it began, in UTC.
-        with suppress(ValueError):
-            started = calendar.timegm(time.strptime(run_dir.name[:17], "%Y-%m-%d_%H%M%S"))
-    return started, newest, _numbered(run_dir.name)
-
-
-def _numbered(name: str) -> list[str]:
-    """Return the parts of a name, so that -2 is sorted before -10."""
-    return [part.zfill(20) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+def _sort_key(run_dir: Path) -> tuple[float, str]:
+    """Return when the newest command on a run started, and the run's name."""
+    return float(read_json(run_dir / "run.json").get("started", 0.0)), run_dir.name
 
 
 def other_recipe(
@@ -206,40 +172,16 @@ def other_recipe(
     meta: of the run's checkpoint, where it has been read. Without config.json and run.json nothing
     differs.
     """
-    files = _records(run_dir)
-    if files is None:
+    config = read_json(run_dir / "config.json")
+    run = read_json(run_dir / "run.json")
+    if not (config and run):
         return {}
-    config, run = files
     # Of a script's run the files count: its model and data decide some keys (rates, batch size) after
     # the command has begun.
     trained = (meta or {}).get("config")
     if trained and trained.get("model") != "own":
         run = {**run, "config": trained}
     return differences(config, run, recipe)
-
-
-def edited_by_hand(run_dir: Path) -> dict[str, str]:
-    """Return {key: text} for each key of config.json that is not what the run's command wrote.
-
-    The command writes its configuration into run.json, too.
-    """
-    files = _records(run_dir)
-    if files is None:
-        return {}
-    config, run = files
-    written = run.get("config") or config
-    changed = {}
-    for key, value in config.items():
-        if key in written and written[key] != value:
-            changed[key] = _change_of(key, written[key], value, "from {before} to {after}")
-    return changed
-
-
-def _records(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return a run's config.json and run.json; None where one of them cannot be read."""
-    config = read_json(run_dir / "config.json")
-    run = read_json(run_dir / "run.json")
-    return (config, run) if config and run else None
 
 
 def differences(
@@ -258,20 +200,17 @@ def differences(
         if key not in config:
             continue
         if config[key] != value:
-            words = "is {before} there and {after} here"
-            changed[key] = _change_of(key, config[key], value, words)
+            changed[key] = _change_of(key, config[key], value)
     # Another text, or the same text with another tokenizer.
     if tokens != recipe.get("tokens_sha256", tokens):
         changed["tokens_sha256"] = "its dataset has other tokens"
     return changed
 
 
-def _change_of(key: str, before: Any, after: Any, words: str) -> str:
-    """Return a key's change in `words`; of `env` the names of the variables whose values differ."""
+def _change_of(key: str, before: Any, after: Any) -> str:
+    """Return a key's change in words; of `env` the names of the variables whose values differ."""
     if key != "env":
-        return f"{key} {words.format(before=public(key, before), after=public(key, after))}"
-    if not (isinstance(before, dict) and isinstance(after, dict)):  # edited by hand
-        return "env"
+        return f"{key} is {public(key, before)} there and {public(key, after)} here"
     names = sorted({**before, **after})
     return f"env in {', '.join(name for name in names if before.get(name) != after.get(name))}"
 

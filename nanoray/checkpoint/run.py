@@ -48,7 +48,6 @@ from nanoray.mesh.backends import reports_lost_peers
 
 log = logging.getLogger("nanoray.rank")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has
-_LONGEST_INSIDE = 200  # bytes of the path of a file within a run's folder, with room
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
@@ -90,8 +89,6 @@ class RunSpec:
     # Stays in the process that opened the run
     lock: RunLock | None = field(default=None, repr=False, compare=False)
     is_new: bool = field(default=False, compare=False)  # that process has made the folder
-    # How far the clock of the run folder's storage is ahead of this command's: see `storage_clock`
-    storage_ahead_s: float = 0.0
     # key of the configuration -> who has set it (config/settings.py)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -105,7 +102,6 @@ class RunSpec:
             "resume": self.resume,
             "attempt": self.attempt,
             "notes": list(self.notes),
-            "storage_ahead_s": self.storage_ahead_s,
             "origins": dict(self.origins),
             "nanoray": __version__,
             "command": sys.argv,
@@ -124,7 +120,6 @@ class RunSpec:
             resume=values["resume"],
             attempt=values["attempt"],
             notes=tuple(values["notes"]),
-            storage_ahead_s=values["storage_ahead_s"],
             origins=values["origins"],
         )
 
@@ -211,42 +206,6 @@ def new_folder(out_dir: Path, name: str) -> Path:
     )
 
 
-def require_short_names(config: Config) -> None:
-    """Raise ConfigError where the file system of out_dir takes no names of a run's length.
-
-    Such limits are lower on encrypted and on some network file systems, and on a path as a whole.
-    """
-    out_dir = Path(config.out_dir).expanduser().absolute()
-    there = out_dir
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    try:
-        longest_name = os.pathconf(there, "PC_NAME_MAX")
-        longest_path = os.pathconf(there, "PC_PATH_MAX")
-    except OSError:  # the file system does not say
-        return
-
-    folder = f"2026-11-21_101500_{config.name}_999"
-    if 0 < longest_name < len(folder):
-        raise ConfigError(
-            f"name = {config.name}: the run's folder would have a name of {len(folder)} bytes, and "
-            f"the file system of {there} takes {longest_name}; shorten --name by "
-            f"{len(folder) - longest_name}, or give another --out_dir"
-        )
-    for part in out_dir.parts:
-        if 0 < longest_name < len(os.fsencode(part)):
-            raise ConfigError(
-                f"out_dir = {config.out_dir}: the name {part} has {len(os.fsencode(part))} bytes, and "
-                f"the file system of {there} takes {longest_name}; shorten it"
-            )
-    length = len(os.fsencode(out_dir / folder)) + _LONGEST_INSIDE
-    if 0 < longest_path < length:
-        raise ConfigError(
-            f"out_dir = {config.out_dir}: paths in the run's folder would have {length} bytes, and "
-            f"the system takes {longest_path}; give a shorter --out_dir or --name"
-        )
-
-
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:
     """Lock a run's folder for this process; return the lock, and a warning or an empty string.
 
@@ -300,19 +259,6 @@ def write_attempt(spec: RunSpec) -> None:
         with path.open("r+", encoding="utf-8") as file:
             file.write(text)
             file.truncate()
-
-
-def storage_clock(path: Path) -> float | None:
-    """Return the Unix seconds of the storage's own clock when it last wrote `path`; None on error.
-
-    Hosts' clocks may differ by hours. Storage that they share, such as NFS, dates files by its own
-    clock, so each host can compare its clock with that one. Storage that takes over the time of the
-    client says nothing, and does no harm.
-    """
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
 
 
 def read_attempt(folder: Path) -> tuple[int, float] | None:

@@ -14,7 +14,7 @@ from ray.util.placement_group import remove_placement_group
 from nanoray.base.environment import environment
 from nanoray.base.output import say
 from nanoray.checkpoint.folder import discard_refused, discarding_refused
-from nanoray.checkpoint.run import require_short_names, summary_on_failure, write_summary
+from nanoray.checkpoint.run import summary_on_failure, write_summary
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH
@@ -83,7 +83,6 @@ def launch(
     # Where the run goes, and on how many ranks: on this machine that is known now.
     opening.set({"out_dir": lasting_out_dir(loaded.config)}, "a Ray job's folder does not last")
     config = opening.config
-    require_short_names(config)
     variables = values_of(config.env, os.environ, started=False)
     attached = caller_address(config)
     address = attached or ray_address(config)

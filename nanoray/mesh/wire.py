@@ -188,17 +188,6 @@ class SealedStore(dist.Store):
                 elif self._is_gloos(connection):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def connections(self) -> Iterator[socket.socket]:
-        """Yield gloo's TCP connections in this process. (any thread)
-
-        Each is a copy that is closed when the next one is asked for: a copy that is kept would keep
-        the connection open after gloo has closed it.
-        """
-        for connection in _tcp_sockets():
-            with suppress(OSError):
-                if not _listens(connection) and self._is_gloos(connection):
-                    yield connection
-
     def _is_gloos(self, connection: socket.socket) -> bool:
         """Return whether one end is an address that a rank has written to this store.
 

@@ -49,23 +49,12 @@ class Callback:
         """When an error ends the run; `fit` raises it afterwards. Then there is no on_run_end."""
 
 
-class ReportingCallback(Callback):
-    """A callback with an observer of its own, such as one that reports to a tracker."""
-
-    def observer(self, run: Run) -> Observer:
-        """Return the observer of a run."""
-        raise NotImplementedError
-
-
 def observers_of(callbacks: Sequence[Callback], run: Run, model: nn.Module) -> list[Observer]:
     """Return an observer of each callback, in the order in which the engine calls them.
 
     One without hooks is the first: it picks up what the script has logged outside of callbacks.
-    Those that report the record come last, so that they have what all others have logged.
     """
-    calling = [CallbackObserver(each, run, model) for each in (Callback(), *callbacks)]
-    reporting = [each.observer(run) for each in callbacks if isinstance(each, ReportingCallback)]
-    return [*calling, *reporting]
+    return [CallbackObserver(each, run, model) for each in (Callback(), *callbacks)]
 
 
 class CallbackObserver(Observer):
@@ -105,18 +94,7 @@ class CallbackObserver(Observer):
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
-            self._name_strange_hooks()
             self._call("on_run_start", self._run)
-
-    def _name_strange_hooks(self) -> None:
-        """Note hooks of other trainers, or with a slip in the name: nothing would call them."""
-        hooks = [name for name in vars(Callback) if name.startswith("on_")]
-        for name in dir(type(self._callback)):
-            if name.startswith("on_") and name not in hooks:
-                self._note(
-                    f"note    {type(self._callback).__name__}.{name} is no hook of "
-                    f"nanoray.Callback, and nothing calls it; the hooks are {', '.join(hooks)}"
-                )
 
     def _call(self, name: str, *args: Any) -> None:
         """Call a hook. Whatever it does, the run goes on, or stops with a checkpoint."""

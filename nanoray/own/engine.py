@@ -46,7 +46,6 @@ from nanoray.own.run import DryRunEnded, Run
 from nanoray.own.schedule import OwnSchedule, schedulers_of
 from nanoray.own.settings import loaded_of, refuse_while_spawned, steps_of, with_steps
 from nanoray.own.task import Given, LossFn, OwnTask
-from nanoray.own.trackers import require_different_trackers
 from nanoray.train.__main__ import train_here
 from nanoray.train.agree import tensors_in_order
 from nanoray.train.rank import train
@@ -186,7 +185,6 @@ class RuntimeEngine:
         if run.on_fit:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
-        require_different_trackers(self.callbacks, run.config)
         observers = [*run.observers, *observers_of(self.callbacks, run, self._trained)]
 
         # The script may read run.rank later, so it follows each new rendezvous.

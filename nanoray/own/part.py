@@ -11,12 +11,10 @@ error speaks for itself, and the script's own frames follow. As a ConfigError it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,29 +74,10 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return what a value is, in a few words: its type, and the shape or the keys."""
+    """Return what a value is, in a few words: its type, and the shape or what is in it."""
     if isinstance(value, Tensor):
         return f"a {type_name(value.dtype)} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"a {value.dtype} array of shape {value.shape}"
-    if isinstance(value, Mapping):
-        keys = [str(key) for key in value]
-        text = ", ".join(keys[:6])
-        if len(keys) > 6:
-            text += ", ..."
-        return f"a {type(value).__name__} of {text or 'nothing'}"
     if isinstance(value, (tuple, list)):
-        parts = [describe(part) for part in value[:3]]
-        if len(value) > 3:
-            parts.append("...")
-        return f"a {type(value).__name__} of {', '.join(parts) or 'nothing'}"
-    if isinstance(value, (str, bytes, Path)):
-        return f"the text {str(value)[:40]!r}"
-    if isinstance(value, (bool, int, float)):
-        return f"the number {value!r}"
-    if value is None:
-        return "None"
-    name = getattr(value, "__name__", "")
-    if callable(value) and name:
-        return f"the {'class' if isinstance(value, type) else 'function'} {name}"
+        parts = ", ".join(describe(each) for each in value[:3])
+        return f"a {type(value).__name__} of {parts or 'nothing'}"
     return f"a {type(value).__name__}"

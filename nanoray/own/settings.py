@@ -86,18 +86,9 @@ def refuse_while_spawned() -> None:
 
 
 def steps_of(steps: SupportsIndex | None) -> int | None:
-    """Return the steps that `fit` was given as an int; numpy's and torch's whole numbers are others.
-
-    Raises ConfigError for anything else, and below 1.
-    """
-    if steps is None:
-        return None
-    try:
-        number = operator.index(steps)
-    except TypeError:
-        kind = type(steps).__name__
-        raise ConfigError(f"steps = {steps!r} of fit is a {kind}; give a whole number") from None
-    if number < 1:
+    """Return the steps that `fit` was given as an int. Raises ConfigError below 1."""
+    number = None if steps is None else operator.index(steps)
+    if number is not None and number < 1:
         raise ConfigError(f"steps = {number} of fit; at least one")
     return number
 

@@ -342,7 +342,6 @@ class OwnTask:
     def describe(self, batch: Batch) -> list[str]:
         numbers = sum(p.numel() for p in self._given.model.parameters())
         return [
-            *mode_notes(self._given.model),
             f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
@@ -399,19 +398,3 @@ def _reading(split: str, data: Any) -> AbstractContextManager[None]:
         "targets) or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",
         reads=True,
     )
-
-
-def mode_notes(model: nn.Module) -> list[str]:
-    """Return a line on modules that were handed over in eval mode, and stay in it."""
-    in_eval = [name for name, module in model.named_modules() if not module.training]
-    if not in_eval:
-        return []
-    effect = "without dropout, and with fixed running statistics"
-    if not model.training:
-        return [
-            f"note    {type(model).__name__} was handed over in eval mode and trains in it, "
-            f"{effect}; call model.train() before RuntimeEngine if that is not meant"
-        ]
-    more = f" and {len(in_eval) - 1} more modules" if len(in_eval) > 1 else ""
-    verb = "are" if more else "is"
-    return [f"note    {in_eval[0]}{more} {verb} in eval mode and stay so, {effect}"]

@@ -6,9 +6,7 @@ The driver uses this, so what imports torch is imported late.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from nanoray.checkpoint.run import (
     RunSpec,
     lock_run,
     new_folder,
-    storage_clock,
     write_attempt,
 )
 from nanoray.config import Config, Settings, read_yaml, recipe_of
@@ -48,7 +45,7 @@ def open_run(
     notes: list[str] = []
     found = None
     if config.resume != "none":
-        from nanoray.checkpoint.find import edited_by_hand, find_run, other_recipe
+        from nanoray.checkpoint.find import find_run, other_recipe
         from nanoray.models.build import shape_of
 
         # auto skips runs of another model or another recipe.
@@ -61,13 +58,6 @@ def open_run(
             notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")
         else:
             notes += [f"resume  {note}" for note in found.notes]
-            # What the run was trained with is in its checkpoint; config.json may have been edited.
-            edited = edited_by_hand(found.run_dir)
-            if edited:
-                notes.append(
-                    f"resume  config.json of {found.run_dir.name} was edited: "
-                    f"{', '.join(edited.values())}; a resume without --preset or --config follows it"
-                )
             changed = other_recipe(found.run_dir, recipe, found.state.meta)
             name = found.run_dir.name
             if changed:
@@ -118,9 +108,6 @@ def open_run(
     )
     # The attempt first: from then on, older processes of the run cannot commit a checkpoint.
     write_attempt(spec)
-    written_at = storage_clock(folder / "attempt")
-    if written_at is not None:
-        spec = replace(spec, storage_ahead_s=written_at - time.time())
     write_json(folder / "config.json", spec.config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
     return spec

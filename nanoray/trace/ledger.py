@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.mapped import MappedFile
-from nanoray.checkpoint.run import storage_clock
 
 # The account of each phase
 _OF_PHASE = {
@@ -42,8 +41,6 @@ KEPT = (
     "checkpoint",
     "closing",
 )
-# Less between the clocks of two hosts is noise of the storage, and changes no account
-CLOCKS_DIFFER_S = 2.0
 # The file: started, created (Unix s), steps, closed, the seconds of each account; the first and the
 # newest step, and the number of steps that were repeated
 FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d3q")
@@ -52,19 +49,11 @@ FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d3q")
 class Ledger:
     """One process' seconds per account, in a mapped file: a change of phase is a few writes."""
 
-    def __init__(
-        self,
-        path: Path,
-        started: float,
-        takes_over: bool,
-        clock: Any = time,
-        storage_ahead_s: float | None = None,
-    ) -> None:
+    def __init__(self, path: Path, started: float, takes_over: bool, clock: Any = time) -> None:
         """Create the file.
 
         `started`: Unix seconds of the command. `takes_over`: this process replaces a lost rank.
         Until the first step, time counts as `start`, or as `recovery` if the process takes over.
-        `storage_ahead_s`: how far the storage's clock is ahead of the command's; None: unknown.
         """
         self._clock = clock
         self._seconds = dict.fromkeys(KEPT, 0.0)
@@ -84,13 +73,6 @@ class Ledger:
         # If the file cannot be created, the seconds stay in memory, and the reader reports the
         # time of this process as recovery. Training goes on.
         self._file = MappedFile(path, bytes(FORMAT.size))
-
-        # What the command's host calls this moment, if this host's clock is far from it.
-        created_at = storage_clock(path)
-        if storage_ahead_s is not None and created_at is not None:
-            on_command_s_host = created_at - storage_ahead_s
-            if abs(on_command_s_host - self._created) > CLOCKS_DIFFER_S:
-                self._created = on_command_s_host
 
         # The file must be readable before the first phase begins.
         self._change(self._open)

@@ -27,7 +27,6 @@ from nanoray.checkpoint.folder import discarding_refused
 from nanoray.checkpoint.run import (
     RunSpec,
     lock_run,
-    require_short_names,
     summary_on_failure,
     write_attempt,
     write_summary,
@@ -109,7 +108,6 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
     if opening.forecast():
         return None
     require_tracker(loaded.config.track)
-    require_short_names(loaded.config)
     run_rank = program or train
     place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)

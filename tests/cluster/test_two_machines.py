@@ -21,7 +21,6 @@ import yaml
 
 from nanoray.kube.render import KUBE_DIR
 from nanoray.trace.__main__ import read_steps
-from nanoray.trace.accounts import accounts_of, read_processes
 from tests.harness.cluster import TOKEN, assert_same_run
 from tests.harness.commands import torchrun, wait_for
 from tests.harness.hosts import Hosts, commands_on, has_compiler, missing, run_on, start_on
@@ -241,9 +240,7 @@ def test_a_cut_that_outlasts_the_timeouts_ends_both_and_a_resume_goes_on(
 
 
 @pytest.mark.full
-def test_loss_in_one_direction_changes_no_bit_and_is_named(
-    hosts: Hosts, here: Path, tmp_path: Path
-) -> None:
+def test_loss_in_one_direction_changes_no_bit(hosts: Hosts, here: Path, tmp_path: Path) -> None:
     for name in ("alpha", "beta"):
         hosts.host(name)
     hosts.net.shape("beta", "down", loss=0.05)
@@ -251,19 +248,12 @@ def test_loss_in_one_direction_changes_no_bit_and_is_named(
     assert ranks.finish(200) == [0, 0], ranks.output() + ranks.output(1)
     counts = hosts.net.counts("beta")
     assert (counts["received_lost"] > 20, counts["sent_lost"]) == (True, 0)
-    named = "straggler  the link between alpha (rank 0) and beta (rank 1): "
-    assert named in ranks.output()
-    assert " % of its packets were lost and sent again; seen in 6 of the last " in ranks.output()
-    lines = (only_run(hosts.volume / "runs") / "metrics.jsonl").read_text().splitlines()
-    assert max(json.loads(line)["link/resent"] for line in lines) > 1
     assert_same_run(hosts.volume / "runs", here)
 
 
 @pytest.mark.full
-def test_clocks_that_are_an_hour_apart_confuse_no_account(
-    hosts: Hosts, here: Path, tmp_path: Path
-) -> None:
-    """The trace puts both hosts on one clock, the ledger adds no hour, the name is the opener's UTC."""
+def test_clocks_that_are_an_hour_apart(hosts: Hosts, here: Path, tmp_path: Path) -> None:
+    """The trace puts both hosts on one clock, the name is the opener's UTC."""
     if not has_compiler():
         pytest.skip("a host with another clock needs a C compiler")
     hosts.host("alpha", clock_offset_s=3600)
@@ -279,10 +269,6 @@ def test_clocks_that_are_an_hour_apart_confuse_no_account(
 
     named = datetime.strptime(run.name[:17], "%Y-%m-%d_%H%M%S").replace(tzinfo=timezone.utc)
     assert named.timestamp() == pytest.approx(ahead, abs=300)
-    accounts = accounts_of(run)
-    assert accounts.total < 600, accounts
-    lives = [(p.created, p.last) for p in read_processes(run)]
-    assert abs(lives[0][0] - lives[1][0]) < 60, "both on the clock of the host that opened the run"
     # An all-reduce ends on both hosts at the same time, to within the time of a message.
     for step in read_steps(run):
         for row in step["collectives"]:
@@ -294,19 +280,11 @@ def test_clocks_that_are_an_hour_apart_confuse_no_account(
 
 
 @pytest.mark.full
-def test_ray_on_three_hosts_spreads_the_ranks_and_names_a_slow_link(
-    hosts: Hosts, text: Path, tmp_path: Path
-) -> None:
-    """No step is traced. The host behind the slow link is named within the first steps."""
+def test_ray_on_three_hosts_spreads_the_ranks(hosts: Hosts, text: Path, tmp_path: Path) -> None:
     ray_on(hosts, "alpha", "beta", "gamma")
     hosts.net.shape("gamma", delay_s=0.01)
     process, log = launch(hosts, "--workers", "3")
-    output = wait_for_end(process, log)
-    assert "straggler  the link of gamma (rank " in output
-    assert not (only_run(hosts.volume / "runs") / "comm").exists()
-    (slow,) = [line for line in output.splitlines() if "link of gamma" in line]
-    before = output.split(slow)[0]
-    assert f"step {STEPS}/" not in before
+    wait_for_end(process, log)
     assert_same_run(hosts.volume / "runs", train_here(tmp_path / "three", text, 3))
 
 
@@ -345,7 +323,6 @@ def test_ray_with_clocks_that_are_an_hour_apart(hosts: Hosts, here: Path) -> Non
     ray_on(hosts, "alpha", "beta", clock_offset_s={"beta": 3600})
     process, log = launch(hosts, "--comm_trace", "every=2")
     wait_for_end(process, log)
-    assert accounts_of(only_run(hosts.volume / "runs")).total < 600
     assert_same_run(hosts.volume / "runs", here)
 
 

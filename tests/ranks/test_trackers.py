@@ -33,7 +33,6 @@ from nanoray.own.engine import RuntimeEngine
 from nanoray.own.program import Program
 from nanoray.own.run import Run
 from nanoray.own.settings import DEFAULTS
-from nanoray.own.trackers import require_different_trackers
 from nanoray.start.folder import open_run
 from nanoray.train.track.tracker import Results, Tracker
 from nanoray.train.track.tracking import Tracking, require_tracker
@@ -87,23 +86,11 @@ class Logs(nanoray.Callback):
 
 
 def tracked(run: Run) -> None:
-    """A script that reports to two trackers, from whichever rank is rank 0."""
+    """A script that logs values of its own."""
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    callbacks: list[nanoray.Callback] = [
-        nanoray.WandbCallback("quadrants", tags=["test"], mode="offline"),
-        nanoray.MlflowCallback("quadrants", tags={"team": "a"}),
-        Logs(),
-    ]
-    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks)
+    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, [Logs()])
     engine.fit(points(50, 1), points(20, 2))
-
-
-def without_key(run: Run) -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    callbacks = [nanoray.WandbCallback()]
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks).fit(points(50, 1))
 
 
 def open_own(folder: Path, **settings: Any) -> RunSpec:
@@ -121,49 +108,63 @@ def only_run(folder: Path) -> Any:
     return client, found
 
 
-@pytest.mark.full
-def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
-    """On two ranks: one run in each tracker, also after a resume at another number of ranks."""
-    env = {"TOKEN": SECRET}
-    first = open_own(tmp_path, max_steps=6, checkpoint_every=3, env=env)
-    outcomes = run_ranks(
-        first, 2, first=partial(isolate, tmp_path), train=Program(tracked, frozenset())
-    )
+def run_and_resume(tmp_path: Path, kind: str) -> tuple[RunSpec, dict[str, Any]]:
+    """Train on two ranks, and go on with one; return the run, and the outcome of its resume."""
+    isolated = partial(isolate, tmp_path, "offline")
+    train = Program(tracked, frozenset())
+    first = open_own(tmp_path, max_steps=6, checkpoint_every=3, env={"TOKEN": SECRET}, track=kind)
+    outcomes = run_ranks(first, 2, first=isolated, train=train)
     assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
-    resumed = open_own(tmp_path, max_steps=9, resume=str(first.folder))
+    resumed = open_own(tmp_path, max_steps=9, resume=str(first.folder), track=kind)
     assert resumed.folder == first.folder
-    (outcome,) = run_ranks(
-        resumed, 1, first=partial(isolate, tmp_path), train=Program(tracked, frozenset())
-    )
+    (outcome,) = run_ranks(resumed, 1, first=isolated, train=train)
     assert "error" not in outcome, outcome
 
-    # What is in metrics.jsonl: all steps once, those of both commands.
-    truth = records(first)
-    assert [record["step"] for record in truth] == [*range(1, 10)]
-    numbers = [{k: v for k, v in record.items() if k in METRICS} for record in truth]
+    # No value of a variable reaches a tracker, its files or the log.
+    for path in (
+        *first.folder.rglob("*.wandb"),
+        *first.folder.rglob("*.log"),
+        *tmp_path.glob("*.db"),
+    ):
+        assert SECRET.encode() not in path.read_bytes(), path
+    return first, outcome
 
-    # W&B: two processes of one run.
-    one, two = read_offline(first.folder / "wandb")
+
+def numbers_of(spec: RunSpec) -> list[dict[str, Any]]:
+    """The metrics in metrics.jsonl: of all steps once, those of both commands."""
+    truth = records(spec)
+    assert [record["step"] for record in truth] == [*range(1, 10)]
+    return [{k: v for k, v in record.items() if k in METRICS} for record in truth]
+
+
+@pytest.mark.full
+def test_wandb_has_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
+    first, outcome = run_and_resume(tmp_path, "wandb")
+    one, two = read_offline(first.folder / "wandb")  # two processes of one run
     assert one.run_id == two.run_id
-    assert (one.project, one.exit_code, two.exit_code) == ("quadrants", 0, 0)
+    assert (one.project, one.exit_code, two.exit_code) == ("nanoray", 0, 0)
     history = [*one.history, *two.history]
     late = [history.pop(6), history.pop()]
     assert [(point["step"], point["at the end"]) for point in late] == [(6, 6), (9, 9)]
     assert [point["step"] for point in history] == [*range(1, 10)]
-    for point in history:
+    for point, expected in zip(history, numbers_of(first), strict=True):
+        assert {key: point[key] for key in expected} == expected
         assert (point["my accuracy (%)"], point["a//b"]) == (point["step"] / 2, point["step"])
         assert point["note"] == f"after {point['step']}"
-    for point, expected in zip(history, numbers, strict=True):
-        assert {key: point[key] for key in expected} == expected
     assert one.config["global_batch_size"] == 12
+    assert one.config["env"] == ["TOKEN"]
     assert two.summary["exit_reason"] == "finished"
     assert two.summary["val_loss"] == outcome["val_loss"]
 
-    # MLflow: one run, with every value at its step.
+
+@pytest.mark.full
+def test_mlflow_has_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
+    first, _ = run_and_resume(tmp_path, "mlflow")
+    truth = records(first)
     client, found = only_run(tmp_path)
     assert found.info.status == "FINISHED"
     assert found.info.run_name == first.folder.name
-    for name in set().union(*numbers):
+    for name in set().union(*numbers_of(first)):
         points = [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)]
         assert points == [(r["step"], r[name]) for r in truth if name in r], name
     for name, factor in (("my accuracy ___", 0.5), ("a_b", 1)):
@@ -172,24 +173,13 @@ def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Pat
     assert found.data.metrics["at the end"] == 9
     assert found.data.tags["note"] == "after 9"
     assert found.data.params["max_steps"] == "6"
-    tags = found.data.tags
-    assert tags["team"] == "a"
-    assert tags["nanoray.exit_reason"] == "finished"
-
-    # No value of a variable reaches a tracker, its files or the log.
-    assert one.config["env"] == ["TOKEN"]
-    for path in [
-        *first.folder.rglob("*.wandb"),
-        *first.folder.rglob("*.log"),
-        *tmp_path.glob("*.db"),
-    ]:
-        assert SECRET.encode() not in path.read_bytes(), path
+    assert found.data.tags["nanoray.exit_reason"] == "finished"
 
 
 def test_a_missing_key_refuses_the_run_on_all_ranks_before_step_1(tmp_path: Path) -> None:
-    spec = open_own(tmp_path, max_steps=4)
+    spec = open_own(tmp_path, max_steps=4, track="wandb")
     outcomes = run_ranks(
-        spec, 2, first=partial(isolate, tmp_path), train=Program(without_key, frozenset())
+        spec, 2, first=partial(isolate, tmp_path), train=Program(tracked, frozenset())
     )
     for outcome in outcomes:
         assert outcome["error"] == "ConfigError", outcome
@@ -228,32 +218,7 @@ def test_a_missing_package_is_one_line_before_step_1(
     assert not (tmp_path / "runs").exists()
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="needs the package wandb"):
-        nanoray.WandbCallback()
-    with pytest.raises(ConfigError, match="needs the package wandb"):
         require_tracker("wandb")
-
-
-OWN = make_config(DEFAULTS)
-REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: require_different_trackers(
-            [nanoray.MlflowCallback("a"), nanoray.MlflowCallback("a")], OWN
-        ),
-        "two trackers report to mlflow under the name a; drop a callback",
-    ),
-    (
-        lambda: require_different_trackers(
-            [nanoray.WandbCallback(mode="offline")], OWN.model_copy(update={"track": "wandb"})
-        ),
-        "two trackers report to wandb under the name nanoray; drop a callback or track = wandb",
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "text"), REFUSED)
-def test_what_cannot_take_effect_is_refused(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        make()
 
 
 # A tracker that fails, hangs, or is slow.
@@ -263,7 +228,6 @@ class Odd:
     """A tracker that behaves as it is asked to."""
 
     kind = "odd"
-    key = "odd"
 
     def __init__(self, on_start: Callable[[], Any], on_log: Callable[[], Any]) -> None:
         self.on_start = on_start

@@ -582,8 +582,6 @@ def test_find_run_auto(tmp_path):
         [],
     )
     assert same(found.state, make(10))
-    tenth = run(tmp_path, "2026-01-02_030405_gpt-10", 1)
-    assert find_run(tmp_path, "auto", SHAPE).run_dir == tenth
 
     # A newer run of another shape, and one whose every checkpoint is damaged, are skipped and
     # named.
@@ -591,7 +589,7 @@ def test_find_run_auto(tmp_path):
     broken = run(tmp_path, "2026-03-01_000000_broken", 50)
     flip(broken / "checkpoints" / "step_00000050" / "model.safetensors")
     found = find_run(tmp_path, "auto", SHAPE)
-    assert found.run_dir == tenth
+    assert found.run_dir == second
     broken, wide = found.notes
     damage = "model.safetensors: sha256 differs"
     find_line(broken, "2026-03-01_000000_broken", "step_00000050", damage, "no older")
@@ -631,6 +629,13 @@ def test_find_run_auto_takes_no_other_experiment(tmp_path):
     assert find_run(tmp_path, "auto", SHAPE, mine).run_dir == first, (
         "damage to another experiment is no loss of this"
     )
+
+
+def test_find_run_auto_goes_by_utc(tmp_path):
+    """A folder's name may come from a clock in another time zone; what its command noted does not."""
+    described(run(tmp_path, "2026-01-02_230000_west", 5), 1000.0)
+    newer = described(run(tmp_path, "2026-01-02_010000_east", 5), 2000.0)
+    assert find_run(tmp_path, "auto", SHAPE).run_dir == newer
 
 
 def test_find_run_auto_refuses_to_start_afresh_over_damage(tmp_path):

@@ -113,7 +113,7 @@ class Watch(nanoray.Callback):
 def main(run: nanoray.Run) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    callbacks = [Watch(), nanoray.WandbCallback("quadrants", tags=["a"])]
+    callbacks = [Watch()]
     engine = nanoray.RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks)
     engine.fitt([(1, 2)])  # attr-defined
     print(engine.fit([(1, 2)], steps="3"))  # arg-type
@@ -124,7 +124,6 @@ def main(run: nanoray.Run) -> None:
 code: str = nanoray.launch(main, {"workers": 2})  # assignment
 nanoray.launch(main, {"workers": 2}, rayy=False)  # call-arg
 nanoray.Weighted(sum=torch.ones(()), weigth=1)  # call-arg
-nanoray.WandbCallback(mode="of line")  # arg-type
 try:
     print(nanoray.RuntimeEngin)  # attr-defined
 except nanoray.NanorayError as error:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from nanoray.errors import ConfigError
 from nanoray.trace import accounts
-from nanoray.trace.accounts import accounts_of, read_processes
+from nanoray.trace.accounts import accounts_of
 from nanoray.trace.ledger import Ledger
 from tests.harness.commands import ROOT
 
@@ -263,40 +262,3 @@ def test_the_documentation_has_each_account() -> None:
     assert [(name, what.replace("`", "")) for name, what in rows[1:]] == [
         *accounts.MEANINGS.items()
     ]
-
-
-@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
-@pytest.mark.parametrize("storage_ahead_s", [0.0, 7200.0])
-def test_a_host_with_another_time_of_day_is_set_right(
-    tmp_path: Path, ahead_s: float, storage_ahead_s: float
-) -> None:
-    """The storage stamps the file; its clock may differ from that of the command, too."""
-
-    class Ahead:
-        def time(self) -> float:
-            return time.time() + storage_ahead_s + ahead_s
-
-        def monotonic(self) -> float:
-            return time.monotonic()
-
-    # The storage is this machine. The command's clock is so far behind it, and began 10 s ago.
-    command = time.time() - storage_ahead_s - 10
-    (tmp_path / "logs").mkdir()
-    for slot in range(2):
-        path = tmp_path / "logs" / f"rank{slot}.x.ledger"
-        clock = Ahead() if slot else Clock(0)
-        ledger = Ledger(path, command, False, clock, storage_ahead_s=storage_ahead_s)
-        ledger.phase(1, "data")
-        ledger.close()
-    first, second = read_processes(tmp_path)
-    assert first.created == pytest.approx(command + 10, abs=5)
-    assert second.created == pytest.approx(command + 10, abs=5)
-    accounts = accounts_of(tmp_path)
-    assert accounts.seconds["start"] == pytest.approx(20, abs=10)
-    assert accounts.total < 60
-
-
-def test_clocks_that_nearly_agree_are_left_alone(tmp_path: Path) -> None:
-    before = time.time()
-    ledger = Ledger(tmp_path / "rank0.x.ledger", before, False, storage_ahead_s=-0.5)
-    assert before <= ledger._created <= time.time()

@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.checkpoint.run import new_folder
 from nanoray.config import load_config, make_config
 from nanoray.config.run import LONGEST_NAME, name_of_file
 from nanoray.errors import ConfigError
 from nanoray.own.settings import DEFAULTS
+
+
+def test_the_longest_name_makes_a_folder_also_in_a_busy_second(tmp_path: Path) -> None:
+    config = make_config({**DEFAULTS, "name": "n" * LONGEST_NAME, "out_dir": str(tmp_path)})
+    names = [new_folder(tmp_path, config.name).name for _ in range(3)]
+    assert len(set(names)) == 3
+    assert max(len(name) for name in names) <= LONGEST_NAME + len("2026-11-21_101500__999")
+    with pytest.raises(ConfigError, match=f"should have at most {LONGEST_NAME} characters"):
+        make_config({**DEFAULTS, "name": "n" * (LONGEST_NAME + 1)})
 
 
 @pytest.mark.parametrize(

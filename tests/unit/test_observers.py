@@ -96,6 +96,7 @@ def test_tensorboard_gets_no_value_of_a_variable(text: Path, tmp_path: Path) -> 
     spec = make_spec(text, tmp_path, tensorboard=True, env={"TOKEN": "hunter2-do-not-store"})
     observers = Observers(spec, [])
     observers.open(0, 0)
+    observers.record(record(1))
     observers.close()
     written = b"".join(path.read_bytes() for path in (spec.folder / "tb").iterdir())
     assert b"TOKEN" in written
@@ -104,10 +105,8 @@ def test_tensorboard_gets_no_value_of_a_variable(text: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("more", [0, 100, 300])
 def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: int) -> None:
-    """Every record is in metrics.jsonl afterwards, and TensorBoard goes on; it was said once when it
-    began and ended.
-    """
-    spec, told = make_spec(text, tmp_path, tensorboard=True), Told()
+    """Every record is in metrics.jsonl afterwards; it was said once when it began and ended."""
+    spec, told = make_spec(text, tmp_path), Told()
     observers = Observers(spec, [told])
     observers.open(0, 0)
     metrics = spec.folder / "metrics.jsonl"
@@ -126,15 +125,11 @@ def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: i
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
         *range(1, 70)
     ]
-    for file in ("metrics.jsonl", "tb/"):
-        began, ended = [note for note in told.notes if file in note]
-        # A limit that is reached, or met in the middle of a line
-        full = "(File too large|No space left on device)"
-        assert re.fullmatch(rf"warning  {file} cannot be written \({full}\)", began)
-        assert ended == f"warning  {file} is written again"
-    events = EventAccumulator(str(spec.folder / "tb"))
-    events.Reload()
-    assert {e.step for e in events.Scalars("train/loss")} >= {*range(1, 6), *range(46, 70)}
+    began, ended = told.notes
+    # A limit that is reached, or met in the middle of a line
+    full = "(File too large|No space left on device)"
+    assert re.fullmatch(rf"warning  metrics.jsonl cannot be written \({full}\)", began)
+    assert ended == "warning  metrics.jsonl is written again"
 
 
 def test_a_full_disk_does_not_end_a_rewind(text: Path, tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from nanoray.checkpoint.files import save
 from nanoray.errors import ConfigError
 from nanoray.mesh.memory import bytes_of
 from nanoray.own.checks import require_storable
-from nanoray.own.task import mode_notes
 from nanoray.state.modules import Undisturbed, extra_states, join, split
-from nanoray.state.state_dict import StateDict, missing_from
+from nanoray.state.state_dict import StateDict
 from nanoray.state.values import same
 from tests.harness.keepers import KEEPERS
 
@@ -159,32 +158,12 @@ def test_what_a_forward_changes_is_undone(kind: str) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_a_missing_or_changed_tensor_is_named() -> None:
-    listed = {"a": ["frozen", "float32", [2]], "b": ["buffer", "int64", []]}
-    state = StateDict({"b": torch.tensor(1)}, {}, meta={"tensors": listed})
-    assert missing_from(state) == ["a (frozen, float32 [2]) is missing"]
-    state.model = {"a": torch.zeros(3), "b": torch.tensor(1)}
-    assert missing_from(state) == ["a is float32 [3] instead of float32 [2]"]
-
-
-def test_modules_in_eval_mode_are_named_before_they_train_so() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout())
-    assert mode_notes(model) == []
-    model[1].eval()
-    assert mode_notes(model)[0].startswith("note    1 is in eval mode and stay so")
-    (line,) = mode_notes(model.eval())
-    assert line.startswith("note    Sequential was handed over in eval mode and trains in it")
-
-
-def test_verify_and_export_find_a_tensor_that_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    meta = {"step": 1, "model_shape": {}, "tensors": {"a": ["frozen", "float32", [2]]}}
-    save(tmp_path, StateDict({"b": torch.zeros(2)}, {}, meta=meta), keep=1)
-    assert checkpoint(["verify", str(tmp_path)]) == 1
-    assert "DAMAGED: a (frozen, float32 [2]) is missing; of 1 such" in capsys.readouterr().out
-    assert checkpoint(["export", str(tmp_path), "--out", str(tmp_path / "out.pt")]) == 4
-    assert "is not complete: a (frozen, float32 [2]) is missing" in capsys.readouterr().err
+def test_a_scripted_module_is_restored_in_place() -> None:
+    model = torch.jit.script(nn.BatchNorm1d(3))
+    with Undisturbed(model):
+        model(torch.randn(5, 3))
+    assert model.num_batches_tracked == 0
+    require_storable(model, sharded=True)
 
 
 def test_a_safetensors_file_is_refused_for_values_and_a_torch_file_holds_them(

@@ -1,4 +1,4 @@
-"""MLflow: `--track mlflow`, and nanoray.MlflowCallback.
+"""MLflow: `--track mlflow`. MLFLOW_EXPERIMENT_NAME and MLFLOW_TRACKING_URI choose the place.
 
 It uses MLflow's client and not `mlflow.start_run`, so an active run of the program itself stays as
 it is.
@@ -24,24 +24,10 @@ class MlflowTracker:
 
     kind = "mlflow"
 
-    def __init__(
-        self,
-        experiment: str | None = None,
-        name: str | None = None,
-        tracking_uri: str | None = None,
-        tags: Mapping[str, str] | None = None,
-    ) -> None:
-        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nanoray"
-        self._name = name
-        self._uri = tracking_uri
-        self._tags = dict(tags or {})
+    def __init__(self) -> None:
+        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nanoray"
         self._client: Any = None
         self._run_id = ""
-
-    @property
-    def key(self) -> str:
-        """The tracker and its experiment."""
-        return f"{self.kind}/{self._experiment}"
 
     def problem(self) -> str | None:
         """Return None: whether an address can be used is known when it is used."""
@@ -56,7 +42,7 @@ class MlflowTracker:
 
         # MLflow's default is a file of the working folder, which a Ray job loses.
         own_file = f"sqlite:///{spec.folder.parent / 'mlflow.db'}"
-        uri = self._uri or (get_tracking_uri() if is_tracking_uri_set() else own_file)
+        uri = get_tracking_uri() if is_tracking_uri_set() else own_file
         self._client = MlflowClient(tracking_uri=uri)
         where = f"{without_passwords(uri)}, experiment {self._experiment}"
         if known_id:
@@ -71,10 +57,8 @@ class MlflowTracker:
             # Our own file has its artifacts beside it, and not in the working folder.
             folder = (spec.folder.parent / "mlflow-artifacts").as_uri() if uri == own_file else None
             experiment_id = self._client.create_experiment(self._experiment, folder)
-        tags = {"mlflow.source.name": "nanoray", "nanoray.folder": str(spec.folder)} | self._tags
-        created = self._client.create_run(
-            experiment_id, run_name=self._name or spec.folder.name, tags=tags
-        )
+        tags = {"mlflow.source.name": "nanoray", "nanoray.folder": str(spec.folder)}
+        created = self._client.create_run(experiment_id, run_name=spec.folder.name, tags=tags)
         self._run_id = created.info.run_id
 
         # The configuration. MLflow's parameters never change, so a resume adds none.

@@ -30,10 +30,6 @@ class Tracker(Protocol):
     def kind(self) -> str:
         """Its name in `--track`, of its package, and of its extra: `pip install 'nanoray[...]'`."""
 
-    @property
-    def key(self) -> str:
-        """The name that differs between two trackers of one run, such as `wandb/PROJECT`."""
-
     def problem(self) -> str | None:
         """Return why this process cannot report a run, and the remedy; None if it can.
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from nanoray.base.atomic import read_json, write_json
 from nanoray.base.metrics import values_of
@@ -164,8 +163,8 @@ class Tracking(Observer):
         known_id = str(read_json(self._id_file).get("id", ""))
         run_id, self._where = self._tracker.start(self._spec, known_id)
         self._id_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._id_file, {"tracker": self._tracker.key, "id": run_id})
+        write_json(self._id_file, {"id": run_id})
 
     @property
     def _id_file(self) -> Path:
-        return self._spec.folder / IDS / f"{quote(self._tracker.key, safe='')}.json"
+        return self._spec.folder / IDS / f"{self._tracker.kind}.json"

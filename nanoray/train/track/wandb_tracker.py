@@ -1,16 +1,15 @@
-"""Weights & Biases: `--track wandb`, and nanoray.WandbCallback."""
+"""Weights & Biases: `--track wandb`. W&B's own variables choose project, entity, group and mode."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.train.track.tracker import Results, shown_config
 
 FINISH_S = 20  # how long W&B may go on to upload at the end; `wandb sync` sends the rest
-Mode = Literal["online", "offline", "disabled", "shared"]
 WITHOUT_NETWORK = ("offline", "disabled", "dryrun")  # modes that need no key
 
 
@@ -19,33 +18,14 @@ class WandbTracker:
 
     kind = "wandb"
 
-    def __init__(
-        self,
-        project: str | None = None,
-        name: str | None = None,
-        entity: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        mode: Mode | None = None,
-    ) -> None:
-        self._project = project or os.environ.get("WANDB_PROJECT") or "nanoray"
-        self._name = name
-        self._mode = mode
-        self._entity = entity
-        self._group = group
-        self._tags = list(tags) or None
+    def __init__(self) -> None:
         self._run: Any = None
-
-    @property
-    def key(self) -> str:
-        """The tracker and its project."""
-        return f"{self.kind}/{self._project}"
 
     def problem(self) -> str | None:
         """Return that there is no key, which W&B would ask for at the terminal."""
         import wandb  # now, and not beside the first steps
 
-        mode = self._mode or os.environ.get("WANDB_MODE") or "online"
+        mode = os.environ.get("WANDB_MODE") or "online"
         if mode in WITHOUT_NETWORK or wandb.login(prompt=False, verify=False):
             return None
         return (
@@ -58,14 +38,10 @@ class WandbTracker:
         import wandb
 
         self._run = wandb.init(
-            project=self._project,
-            entity=self._entity,
-            group=self._group,
-            tags=self._tags,
-            name=self._name or spec.folder.name,
+            project=os.environ.get("WANDB_PROJECT") or "nanoray",
+            name=spec.folder.name,
             id=known_id or None,
             resume="allow",
-            mode=self._mode,
             config=shown_config(spec),
             dir=os.environ.get("WANDB_DIR") or str(spec.folder),
             # The console is the run's own.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import platform
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -106,86 +103,47 @@ def _step_of(line: bytes) -> float:
 class TensorBoardWriter(Observer):
     """TensorBoard events under tb/: the configuration as text, each metric as a scalar.
 
-    torch's SummaryWriter has a thread that ends at the first error, with a traceback on the console.
-    What cannot be written here, on a full disk, is in metrics.jsonl alone.
+    After an error torch's writer writes no more; metrics.jsonl has every record.
     """
 
     def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
-        # Imported only by runs that write events.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import text
-
-        self._event = Event
-        self._session_log = SessionLog
-        self._summary = Summary
-        self._text = text
-        self._record_writer = RecordWriter
         self._folder = folder
         self._config_json = config_json
-        self._count = 0  # files of this process
-        self._fd: int | None = None
+        # Imported by runs that write events alone, and before their first step.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make: Any = SummaryWriter
+        self._writer: Any = None  # until the first record
         self._first_step = resume_step + 1  # scalars from it on in older files are void
-        with suppress(OSError):  # a full disk: the first record tries again
-            self._begin()
 
     def _begin(self) -> None:
         """Begin a file. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, and several may be of one second.
-        name = f"{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{self._count:04d}"
-        self._count += 1
-        path = self._folder / f"events.out.tfevents.{name}"
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        now = time.time()
-        begin = self._session_log(status=self._session_log.START)
-        config = self._text("config", "```json\n" + self._config_json + "\n```")
-        try:
-            self._append(
-                self._event(wall_time=now, file_version="brain.Event:2"),
-                self._event(wall_time=now, step=self._first_step, session_log=begin),
-                self._event(wall_time=now, step=0, summary=config),
-            )
-        except OSError:
-            self.close()  # a file without these events is of no use
-            raise
-
-    def _append(self, *events: Any) -> None:
-        """Write events, each with its length and checksums: all of them, or none. Raises OSError."""
-        stream = io.BytesIO()
-        writer = self._record_writer(stream)
-        for event in events:
-            writer.write(event.SerializeToString())
-        assert self._fd is not None
-        write_whole(self._fd, stream.getvalue())
+        self._writer = self._make(str(self._folder), purge_step=self._first_step, max_queue=1000)
+        self._writer.add_text("config", f"```json\n{self._config_json}\n```", 0)
 
     def rewind(self, step: int) -> None:
         """Drop the scalars after `step` from TensorBoard. Raises OSError."""
         self.close()
         self._first_step = step + 1
-        self._begin()
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Add each metric as a scalar, and each text as a text. Raises OSError."""
-        if self._fd is None:
+        if self._writer is None:
             self._begin()
-        events = []
         for name, value in values_of(record).items():
-            if isinstance(value, str):
-                summary = self._text(name, value)
-            else:
-                scalar = self._summary.Value(tag=name, simple_value=value)
-                summary = self._summary(value=[scalar])
-            events.append(
-                self._event(wall_time=record["time"], step=record["step"], summary=summary)
-            )
-        self._append(*events)
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, record["step"], walltime=record["time"])
 
     on_late = on_record
 
+    def on_saved(self, step: int) -> None:
+        """Bring what was added to the disk: a resume of this checkpoint adds it no more."""
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.flush()
+
     def close(self) -> None:
-        """Close the event file."""
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd = None
+        """Close the event file. Raises OSError."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

@@ -23,7 +23,6 @@ from nanoray.state.train_state import TrainState
 from nanoray.trace.ledger import Ledger
 from nanoray.train.track.observer import Observer
 from nanoray.train.watch.instruments import Instruments
-from nanoray.train.watch.links import Links
 from nanoray.train.watch.observers import Observers
 from nanoray.train.watch.precision_stats import PrecisionStats
 from nanoray.train.watch.profile import Profile
@@ -51,9 +50,7 @@ class Watch:
         self._statistics = Statistics(spec.config, model, scale, self.observers.note)
         self._profile = Profile(spec.config, self.observers.note)
         self._progress = ProgressFile(spec.progress(slot))
-        self._ledger = Ledger(
-            spec.ledger(slot), spec.started, takes_over, storage_ahead_s=spec.storage_ahead_s
-        )
+        self._ledger = Ledger(spec.ledger(slot), spec.started, takes_over)
 
     def begin_at(self, step: int) -> None:
         """Let the driver see where this rank begins in a group; from now on it can serve others."""
@@ -83,9 +80,6 @@ class Watch:
         # Rank 0 measures the statistics of layers.
         if mesh.rank == 0 and self._statistics.begin(spec.folder, state.step):
             instruments.append(self._statistics)
-        # On one host there is no link to measure.
-        if len(set(mesh.hosts)) > 1:
-            instruments.append(Links(mesh, note))
         if self._profile.begin(spec, mesh, state.step):
             instruments.append(self._profile)
         # These average over all ranks, so they are listed on every rank or on none.
