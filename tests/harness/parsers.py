@@ -13,6 +13,7 @@ from unittest import mock
 from nanoray.bench.registry import BENCHMARKS, is_there
 from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.parsers import Parser, build_parser
+from nanoray.launch.program.__main__ import build_parser as parser_of_programs
 
 # Commands whose flags are those of a run, and commands that take these besides their own
 RUNS = ("train", "launch", "check")
@@ -31,6 +32,8 @@ def find_parsers(command: str) -> dict[str, list[ArgumentParser]]:
     """Return the parsers of a command, by subcommand; "" for a command without any."""
     if command in RUNS:
         return {"": [_parser_of_runs()]}
+    if command == "run":  # its first word is a program, and no subcommand
+        return {"": [parser_of_programs()]}
     if command == "bench":
         words = [*filter(is_there, BENCHMARKS), "all"]
     else:
