@@ -32,11 +32,7 @@ def find_parsers(command: str) -> dict[str, list[ArgumentParser]]:
     """Return the parsers of a command, by subcommand; "" for a command without any."""
     if command in RUNS:
         return {"": [_parser_of_runs()]}
-<<<<<<< HEAD
     if command == "run":  # what follows its flags belongs to the program
-=======
-    if command == "run":  # its first word is a program, and no subcommand
->>>>>>> testsa
         return {"": [parser_of_programs()]}
     if command == "bench":
         words = [*filter(is_there, BENCHMARKS), "all"]
