@@ -36,7 +36,7 @@ USAGE = """\
 usage: {program} NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
 
 {benches}
-  {all:<12}all but gpu, soak and speedrun in turn, with their defaults; --figure takes a folder
+  {all:<12}all but gpu, hybrid and speedrun in turn, with their defaults; --figure takes a folder
 
   --workers N   ranks                       --json FILE    conditions, rows and verdicts
   --quick       few and short rounds        --figure FILE  a picture ({figures})

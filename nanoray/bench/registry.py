@@ -29,12 +29,12 @@ class Entry:
 
 
 def _load(module: str, name: str) -> Benchmark:
-    benchmark: Benchmark = getattr(import_module(f"nanoray.bench.{module}"), name)()
+    benchmark: Benchmark = getattr(import_module(module), name)()
     return benchmark
 
 
-def _at(place: str) -> Callable[[], Benchmark]:
-    """Return the function that loads the class at "module:class" of this folder."""
+def at(place: str) -> Callable[[], Benchmark]:
+    """Return the function that loads the class at "module:class"."""
     return partial(_load, *place.split(":"))
 
 
@@ -65,68 +65,59 @@ def _speedrun() -> Benchmark:
 BENCHMARKS = {
     "train": Entry(
         "the same recipe under python, torchrun, nanoray on Ray, and Ray's TorchTrainer",
-        _at("train:TrainBenchmark"),
+        at("nanoray.bench.train:TrainBenchmark"),
         # The other arms start clusters, which takes minutes
         quick_flags=("--arms", "plain,torchrun"),
     ),
     "collectives": Entry(
         "latency, algbw and busbw of every collective, and its wrong elements",
-        _at("collectives:CollectivesBenchmark"),
+        at("nanoray.bench.collectives:CollectivesBenchmark"),
     ),
     "algorithms": Entry(
         "hand-written ring, tree, ... all-reduces against the backend's own",
-        _at("algorithms:AlgorithmsBenchmark"),
+        at("nanoray.bench.algorithms:AlgorithmsBenchmark"),
     ),
     "overlap": Entry(
         "bucket sizes of DDP: how much communication hides behind the backward pass",
-        _at("overlap:OverlapBenchmark"),
+        at("nanoray.bench.overlap:OverlapBenchmark"),
     ),
     "strategies": Entry(
         "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
-        _at("strategies:StrategiesBenchmark"),
+        at("nanoray.bench.strategies:StrategiesBenchmark"),
     ),
     "context": Entry(
         "the memory of a rank against the length of sequences, alone and with context parallelism",
-        _at("context:ContextBenchmark"),
+        at("nanoray.bench.context:ContextBenchmark"),
     ),
     "hybrid": Entry(
         "a state sharded over all ranks or in each of two nodes, on slow links between them",
-        _at("hybrid:HybridBenchmark"),
+        at("nanoray.bench.hybrid:HybridBenchmark"),
         in_all=False,
     ),
     "pipeline": Entry(
         "how long the stages of a pipeline wait under each schedule, and in theory",
-        _at("pipeline:PipelineBenchmark"),
+        at("nanoray.bench.pipeline:PipelineBenchmark"),
     ),
     "compression": Entry(
         "gradients in bf16 and fp16: bytes, step time and loss beside float32",
-        _at("compression:CompressionBenchmark"),
-    ),
-    "equivalence": Entry(
-        "every data-parallel mode against one process: losses, weights, bits",
-        _at("equivalence:EquivalenceBenchmark"),
+        at("nanoray.bench.compression:CompressionBenchmark"),
     ),
     "scaling": Entry(
         "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4",
-        _at("scaling:ScalingBenchmark"),
+        at("nanoray.bench.scaling:ScalingBenchmark"),
     ),
     "layouts": Entry(
         "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
-        _at("layouts:LayoutsBenchmark"),
+        at("nanoray.bench.layouts:LayoutsBenchmark"),
     ),
     "step": Entry(
         "attention, optimizer, precision, compile, ...: what each gains a step on this CPU",
-        _at("step:StepBenchmark"),
+        at("nanoray.bench.step:StepBenchmark"),
         quick_flags=("--presets", "shakespeare-cpu"),
-    ),
-    "tune": Entry(
-        "what `nanoray tune` finds, beside the present setting and a full grid",
-        _at("tune:TuneBenchmark"),
-        in_all=False,
     ),
     "gpu": Entry(
         "the ladder of a step on a GPU: precision, attention, optimizer, compile, batch; MFU",
-        _at("gpu:GPUBenchmark"),
+        at("nanoray.bench.gpu:GPUBenchmark"),
         in_all=False,
     ),
     "speedrun": Entry(
@@ -136,24 +127,19 @@ BENCHMARKS = {
     ),
     "recovery": Entry(
         "how long training stands still when a rank is killed; goodput under kills",
-        _at("recovery:RecoveryBenchmark"),
+        at("nanoray.bench.recovery:RecoveryBenchmark"),
         quick_flags=("--arms", "torchrun"),
     ),
     "precision": Entry(
         "what 16 bits lose in training, by cause, what cures it, and time and memory of each mode",
-        _at("precision:PrecisionBenchmark"),
+        at("nanoray.bench.precision:PrecisionBenchmark"),
     ),
     "mig": Entry(
         "MIG slices: what is there, what would run where, and what it gains",
-        _at("mig:MIGBenchmark"),
+        at("nanoray.bench.mig:MIGBenchmark"),
     ),
     "checkpoint": Entry(
         "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the raw disk",
-        _at("checkpoint:CheckpointBenchmark"),
-    ),
-    "soak": Entry(
-        "half an hour under random faults: the weights of a run without, nothing left behind",
-        _at("soak:SoakBenchmark"),
-        in_all=False,
+        at("nanoray.bench.checkpoint:CheckpointBenchmark"),
     ),
 }

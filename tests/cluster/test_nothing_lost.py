@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.bench.harness import leaks
 from nanoray.checkpoint.find import newest_valid
 from tests.cluster.test_cluster_faults import FAST_HEALTH, gcs_server
+from tests.harness import leaks
 from tests.harness.cluster import (
     ENDLESS,
     ROOT,

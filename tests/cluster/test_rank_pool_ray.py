@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.harness import leaks
+from tests.harness import leaks
 from tests.harness.cluster import Cluster, end_session, in_driver, left_behind, no_actors_left
 from tests.harness.commands import run, wait_for
 

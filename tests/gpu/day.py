@@ -89,7 +89,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     features = ("tests.gpu.features", device, "--features", args.features, *limit)
     where = ("--device", "cpu") if device == "cpu" else ("--share_devices",)
     two_ranks_s = LEAST_S if device == "cpu" else 90.0  # they have no budget of their own
-    two_ranks = ("nanoray.bench", "equivalence", "--quick", "--workers", "2", *where)
+    two_ranks = ("tests.stress", "equivalence", "--quick", "--workers", "2", *where)
     # Without the conftest.py of all tests, which wants Ray and hypothesis
     folder = str(ROOT / TESTS)
     tests = ["pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder]
@@ -99,7 +99,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     gpt2, char = "gpt2-124m", "shakespeare-char"
     # On a CPU, to try it out, the smallest subject
     tuned = ("encoder", "--quick", "--workers", "1") if device == "cpu" else (gpt2, "--compile")
-    tune = ("nanoray.bench", "tune", "--most", "0", "--device", device, "--subjects", *tuned)
+    tune = ("tests.stress", "tune", "--most", "0", "--device", device, "--subjects", *tuned)
     tune += () if args.quick or device == "cpu" else ("--rounds", "5")
     return [
         DayPart(f"search for {gpt2}", tune, 200, "tune", True, COMPARE_S),

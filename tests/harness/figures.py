@@ -312,11 +312,9 @@ def renewed(text: str) -> str:
 
 def benchmark_named(name: str) -> Benchmark:
     """Return a benchmark, also that of the tests."""
-    if name == "control":
-        from tests.stress.control import ControlBenchmark
+    from tests.stress.__main__ import JUDGES
 
-        return ControlBenchmark()
-    return BENCHMARKS[name].load()
+    return (BENCHMARKS | JUDGES)[name].load()
 
 
 def tables(name: str) -> list[str]:

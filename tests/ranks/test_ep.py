@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench import equivalence
-from nanoray.bench.equivalence import ADAMW, CASES, EXPERTS, SGD, arms_for, must_equal
 from nanoray.checkpoint.find import newest_valid
 from nanoray.tools.sample import main as sample
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import records, series
 from tests.ranks.conftest import Pools, Wrong
+from tests.stress import equivalence
+from tests.stress.equivalence import ADAMW, CASES, EXPERTS, SGD, arms_for, must_equal
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 MODES = ("ddp", *BY_HAND, "fsdp")

@@ -20,11 +20,9 @@ JOIN_TORCHRUN = {
     "algorithms",
     "collectives",
     "compression",
-    "equivalence",
     "overlap",
     "pipeline",
     "strategies",
-    "tune",
 }
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 

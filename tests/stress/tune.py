@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench tune`: what `nanoray tune` finds, beside the present setting and a full grid.
+"""`python -m tests.stress tune`: what `nanoray tune` finds, beside the present setting and a full grid.
 
     search    as `nanoray tune` does, on one rank
     grid      every combination of what the search may change: one turn of all, then more turns of the
@@ -213,7 +213,7 @@ class TuneBenchmark(Benchmark):
                     "block_s": 0.05 if args.quick else LONGEST_S,
                     "leave": [] if args.compile else ["compile"],
                 }
-                for event in pool.run("nanoray.bench.tune:tune_rank", order):
+                for event in pool.run("tests.stress.tune:tune_rank", order):
                     say(f"{subject}  {event['line']}")
                     for what, *row, wrong in event["rows"]:
                         report.add(_arm(subject, what), *row, wrong=wrong)
