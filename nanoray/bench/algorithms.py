@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench algorithms`: hand-written all-reduces against the backend's, over sizes.
+"""`python -m nanoray.bench communication algorithms`: hand-written all-reduces against the backend's, over sizes.
 
 Small tensors pay for messages, large ones for bytes, so the fastest algorithm changes with the
 size: this finds where. NCCL's ring and tree are also forced, each in a communicator of its own, and

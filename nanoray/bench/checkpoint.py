@@ -100,7 +100,7 @@ def _draw_rates(axes: Any, report: Report) -> None:
 class CheckpointBenchmark(Benchmark):
     """Measure what a checkpoint costs training."""
 
-    wrong = "tensors that read back with other bits than training had when they were saved"
+    # Wrong: tensors that read back with other bits than training had when they were saved
     numbers = (
         Number("rounds", "rounds of all arms", usual=7, few=3),
         Number("threads", "of training; the other cores are free to write", 1),

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench compression`: bytes, time and loss of compressed gradients.
+"""`python -m nanoray.bench communication compression`: bytes, time and loss of compressed gradients.
 
 Every arm trains the same model on the same batches of a text, beside one that sends float32. Each
 round trains some steps of each in turn, so a slow minute of the machine hits all arms; the exposed
@@ -73,7 +73,7 @@ class CompressionBenchmark(Benchmark):
     """Compare bytes, step time and loss of compressed gradients with float32."""
 
     joins_torchrun = True
-    wrong = "ranks whose weights differ from those of rank 0"
+    # Wrong: ranks whose weights differ from those of rank 0
     numbers = (
         Number("rounds", "rounds of all arms", usual=10, few=2),
         Number("steps", "steps of an arm per round", usual=30, few=4),

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench context`: the memory of a rank against the length of sequences.
+"""`python -m nanoray.bench layouts context`: the memory of a rank against the length of sequences.
 
 A GPT learns from one sequence per step, alone and shared by several ranks (cp). Each length and each
 number of ranks has fresh ranks, and its peak is compared with the formula of `nanoray.forecast.memory`
@@ -117,7 +117,7 @@ class ContextBenchmark(Benchmark):
         where = where_from(args)
         if args.workers:
             raise ConfigError(
-                "bench context starts as many ranks as share a sequence: drop --workers, and give --cp"
+                "bench layouts context starts as many ranks as share a sequence: drop --workers, and give --cp"
             )
         lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
         ranks = sorted(set(numbers_of(args.cp, "cp", RANKS, int)))

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench hybrid`: what groups of ranks save where the link between nodes is slow.
+"""`python -m nanoray.bench layouts hybrid`: what groups of ranks save where the link between nodes is slow.
 
 Two nodes of a few ranks each train one model, sharded over all ranks and sharded within each node
 (--replicas 2). Both nodes are on this machine. The link between them is real TCP that a relay

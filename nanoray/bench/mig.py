@@ -198,7 +198,7 @@ def _arms_of(report: Report) -> list[str]:
 class MIGBenchmark(Benchmark):
     """Show the MIG slices of this machine, and what they gain."""
 
-    wrong = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
+    # Wrong: ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact
     numbers = (Number("timeout_s", "seconds of silence after which ranks have failed", 600.0),)
     tables_in_terminal = False
     tables = (

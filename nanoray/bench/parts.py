@@ -1,4 +1,4 @@
-"""What the parts of a step take on this machine, and whole steps: for `bench layouts` and `scaling`.
+"""What the parts of a step take on this machine, and whole steps: for `bench layouts predicted` and `scaling`.
 
     collectives_rank()  each collective, with compute between two calls   -> seconds and CPU seconds
     compute_rank()      forward, backward, update without communication   -> seconds

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench pipeline`: how long pipeline stages wait, measured and in theory.
+"""`python -m nanoray.bench layouts pipeline`: how long pipeline stages wait, measured and in theory.
 
 One rank is one stage. All arms train the same GPT on the same batches, so the schedules must end
 with the same loss, and all but `interleaved`, which computes in other chunks, with the same bits as
@@ -72,7 +72,7 @@ class PipelineBenchmark(Benchmark):
     """Measure how long the stages of a pipeline wait under each schedule."""
 
     joins_torchrun = True
-    wrong = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
+    # Wrong: ranks whose weights are not those under 1f1b, or whose loss is far from it
     numbers = (
         Number("rounds", "rounds of all arms", usual=10, few=2),
         Number("steps", "steps of an arm per round", usual=8, few=2),

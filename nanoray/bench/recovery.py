@@ -196,7 +196,7 @@ def _note(report: Report) -> str:
 class RecoveryBenchmark(Benchmark):
     """Measure how long training stands still when a rank is killed."""
 
-    wrong = "steps whose loss is not that of a run without a kill"
+    # Wrong: steps whose loss is not that of a run without a kill
     numbers = (
         Number("kills", "rounds, with one kill per arm in each", 5, 1, zero=True),
         Number("steps", "optimizer steps of such a run", 1100),

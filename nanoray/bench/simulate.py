@@ -5,7 +5,7 @@ ones.
     scaling()         a topology, ranks          -> predicted steps of DDP, by forecast/simulate.py
     add_step_rows()   measured, predicted steps  -> rows with their error, and the target
 
-Arithmetic for `bench scaling` and `bench layouts`: nothing here measures.
+Arithmetic for `bench scaling` and `bench layouts predicted`: nothing here measures.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def complete_topology(name: str) -> Topology:
             complete.append(other)
     raise ConfigError(
         f"topology {name} has {what}; write numbers into a YAML file, use {', '.join(complete)}, "
-        "or for this machine run `python -m nanoray.bench layouts`"
+        "or for this machine run `python -m nanoray.bench layouts predicted`"
     )
 
 

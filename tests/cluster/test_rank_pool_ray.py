@@ -30,7 +30,16 @@ TINY = (
 
 def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict[str, Any]:
     """Run the benchmark in a process of its own; return its conditions once all came out right."""
-    command = ("nanoray.bench", "collectives", *TINY, "--launcher", "ray", "--json", str(out))
+    command = (
+        "nanoray.bench",
+        "communication",
+        "collectives",
+        *TINY,
+        "--launcher",
+        "ray",
+        "--json",
+        str(out),
+    )
     done = run(*command, "--workers", str(ranks), *flags, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("OK  3 rows")

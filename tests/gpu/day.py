@@ -7,11 +7,11 @@ Of those it takes from build/gpu-day what this Python cannot import. It lies her
 package because it runs the tests of this folder: an installed nanoray has none.
 
     search for gpt2-124m         the fastest settings                             bench tune
-    ladder of gpt2-124m          what each change gains a step                    bench gpu
-    seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench gpu
+    ladder of gpt2-124m          what each change gains a step                    bench step gpu
+    seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench step gpu
     features                     each kernel and number format                    tests/gpu/features.py
     tests/gpu                                                                     pytest
-    ladder of shakespeare-char   what each change gains a step of it              bench gpu
+    ladder of shakespeare-char   what each change gains a step of it              bench step gpu
     equivalence of two ranks     on one card, against one process                 bench equivalence
 
 Each part is a command in a process of its own, and those of one feature or rung are, too: what
@@ -69,7 +69,7 @@ class DayPart:
 
 def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     """Return the parts in their order: what says most in least time comes first."""
-    bench = ["nanoray.bench", "gpu", "--device", device]
+    bench = ["nanoray.bench", "step", "gpu", "--device", device]
     bench += ["--dataset", args.dataset, "--timeout_s", "90"]
     rungs = "ladder"
     if device == "cpu":
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 1
-        report = Report("gpu_day", conditions("gpu_day", argv or sys.argv[1:], COMMAND))
+        report = Report("gpu_day", conditions(COMMAND, argv or sys.argv[1:]))
         report.conditions["device"] = f"{gpus[0].name} {gpus[0].profile}".strip() if gpus else "cpu"
         report.conditions["python"] = sys.executable
         report.conditions["from the bundle"] = bundled

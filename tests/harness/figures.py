@@ -311,10 +311,11 @@ def renewed(text: str) -> str:
 
 
 def benchmark_named(name: str) -> Benchmark:
-    """Return a benchmark, also that of the tests."""
+    """Return a benchmark, also one of the tests and of the examples."""
+    from examples.speedrun.benchmark import ENTRY
     from tests.stress.__main__ import JUDGES
 
-    return (BENCHMARKS | JUDGES)[name].load()
+    return (BENCHMARKS | JUDGES | {"speedrun": ENTRY})[name].load()
 
 
 def tables(name: str) -> list[str]:

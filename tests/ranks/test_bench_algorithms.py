@@ -73,9 +73,7 @@ def test_a_row_follows_the_definitions() -> None:
 
 
 def report_of(*events: dict[str, Any]) -> Report:
-    return Report(
-        "algorithms", conditions("algorithms", []), [bench.row_of(e, "float32") for e in events]
-    )
+    return Report("algorithms", conditions("", []), [bench.row_of(e, "float32") for e in events])
 
 
 def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
@@ -125,7 +123,17 @@ def test_one_real_sweep(
     path = tmp_path / "rows.json"
     assert (
         main(
-            ["algorithms", "--quick", "--workers", "3", "--dtype", "bfloat16", "--json", str(path)]
+            [
+                "communication",
+                "algorithms",
+                "--quick",
+                "--workers",
+                "3",
+                "--dtype",
+                "bfloat16",
+                "--json",
+                str(path),
+            ]
         )
         == 0
     )

@@ -25,7 +25,18 @@ from nanoray.bench.compression import (
 from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Report
 
-FLAGS = ["compression", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
+FLAGS = [
+    "communication",
+    "compression",
+    "--preset",
+    "tiny",
+    "--device",
+    "cpu",
+    "--rounds",
+    "2",
+    "--steps",
+    "2",
+]
 
 
 @pytest.mark.full
@@ -37,7 +48,6 @@ def test_every_arm_for_real(
     files = [
         f"--json={tmp_path / 'c.json'}",
         f"--figure={tmp_path / 'c.png'}",
-        f"--html={tmp_path / 'c.html'}",
     ]
     assert bench.main([*FLAGS, f"--workers={ranks}", f"--dp_mode={mode}", *files]) == 0
     assert "no finding: n = 2, and fewer than 5 rounds" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.strategies import PEAK, PEAK_ERROR, PEAK_FORMULA, STATE
 
-FLAGS = ["context", "--device", "cpu"]
+FLAGS = ["layouts", "context", "--device", "cpu"]
 
 
 @pytest.mark.full

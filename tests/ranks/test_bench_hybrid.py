@@ -29,7 +29,7 @@ def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hybrid, "RankPool", lambda _: pytest.fail("it started ranks"))
-    assert bench.main(["hybrid", "--quick", *flags]) == 2
+    assert bench.main(["layouts", "hybrid", "--quick", *flags]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -69,7 +69,7 @@ def test_two_nodes_on_a_thin_link(tmp_path: Path) -> None:
         pytest.skip(reason)
     files = [f"--json={tmp_path / 'h.json'}", f"--figure={tmp_path / 'h.png'}"]
     flags = ["--preset", "tiny", "--settings", "n_embd=128", "--links", "none,1/1000"]
-    bench.main(["hybrid", "--quick", *flags, *files])
+    bench.main(["layouts", "hybrid", "--quick", *flags, *files])
     found = json.loads((tmp_path / "h.json").read_text())
     assert found["failures"] == []
     rows = {(row["arm"], row["metric"]): row for row in found["rows"]}

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench layouts`: a real quick run at 2 and 4 ranks, and its predictions from
+"""`python -m nanoray.bench layouts predicted`: a real quick run at 2 and 4 ranks, and its predictions from
 links made up.
 """
 
@@ -80,7 +80,7 @@ def test_wrong_flags_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layouts, "RankPool", lambda where: pytest.fail("it started ranks"))
-    assert bench.main(["layouts", "--device", "cpu", *flags]) == 2
+    assert bench.main(["layouts", "predicted", "--device", "cpu", *flags]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 

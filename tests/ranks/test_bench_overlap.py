@@ -30,7 +30,18 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 
-FLAGS = ["overlap", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
+FLAGS = [
+    "communication",
+    "overlap",
+    "--preset",
+    "tiny",
+    "--device",
+    "cpu",
+    "--rounds",
+    "2",
+    "--steps",
+    "2",
+]
 
 
 @pytest.mark.full

@@ -45,7 +45,6 @@ def test_every_schedule_for_real(
     files = [
         f"--json={tmp_path / 'p.json'}",
         f"--figure={tmp_path / 'p.png'}",
-        f"--html={tmp_path / 'p.html'}",
     ]
     assert bench.main([*FLAGS, "--workers=2", "--micro=1,4", *files]) == 0
     assert "no finding: n = 2, and fewer than 5 rounds" in capsys.readouterr().out

@@ -34,7 +34,7 @@ from nanoray.bench.strategies import (
 )
 from tests.ranks.conftest import Pools
 
-FLAGS = ["strategies", "--preset", "tiny", "--device", "cpu", "--quick"]
+FLAGS = ["layouts", "strategies", "--preset", "tiny", "--device", "cpu", "--quick"]
 
 
 @pytest.mark.parametrize(("loss", "wrong"), [(3.0, 0), (3.1, 1)])

@@ -15,7 +15,9 @@ from nanoray.bench.registry import Entry, at
 from nanoray.config import refuse_unknown
 
 JUDGES = {
-    name: Entry(summary, at(f"tests.stress.{name}:{cls}"), command=f"python -m tests.stress {name}")
+    name: Entry(
+        name, summary, at(f"tests.stress.{name}:{cls}"), command=f"python -m tests.stress {name}"
+    )
     for name, cls, summary in (
         (
             "control",

@@ -59,7 +59,7 @@ class ControlBenchmark(Benchmark):
     """Measure what thousands of ranks cost the driver."""
 
     numbers = (Number("rounds", "faults of each kind, and windows", 5, 2),)
-    wrong = "reports that name another rank than the one that failed"
+    # Wrong: reports that name another rank than the one that failed
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""

@@ -133,7 +133,7 @@ class EquivalenceBenchmark(Benchmark):
     """Compare losses and weights of every data-parallel mode with one process."""
 
     joins_torchrun = True
-    wrong = "ranks above the limit, or modes that must be equal to the bit and are not"
+    # Wrong: ranks above the limit, or modes that must be equal to the bit and are not
     tables = (
         Table(
             _every_arm,

@@ -135,7 +135,7 @@ def _draw_steps(axes: Any, report: Report) -> None:
 class SoakBenchmark(Benchmark):
     """Train under random faults, and compare the weights with a run without."""
 
-    wrong = "tensors and logged values that differ from the clean run's; what was left behind"
+    # Wrong: tensors and logged values that differ from the clean run's; what was left behind
     numbers = (
         Number("minutes", "of the whole, more or less", 30.0, 2.0),
         Number("share", "of these minutes for the clean run", 0.4),

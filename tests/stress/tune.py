@@ -144,10 +144,8 @@ class TuneBenchmark(Benchmark):
     """Compare what a search finds with the present setting and a full grid."""
 
     joins_torchrun = True
-    wrong = (
-        f"losses that differ from the present setting's by more than {EQUAL:g} in float32, and by "
-        "more than rounding explains in another precision, relative"
-    )
+    # Wrong: losses that differ from the present setting's by more than EQUAL in float32, and by
+    # more than rounding explains in another precision, relative
     numbers = (
         Number("rounds", "turns of the last comparison", usual=9, few=2),
         Number("budget_s", "seconds of a search", 600.0, 2.0),

@@ -101,7 +101,7 @@ def test_a_command_in_a_sentence_has_flags_that_exist(page: Path) -> None:
         "nanoray report runs/RUN --htm x.html",
         "nanoray data tokenise x",
         "nanoray kube submit --config run.yaml --cpu 2",
-        "A=1 .venv/bin/python -m nanoray.bench step --rownds 5 > out",
+        "A=1 .venv/bin/python -m nanoray.bench step cpu --rownds 5 > out",
         "torchrun --nproc-per-nodes 2 -m nanoray.train",
         "torchrun --nproc-per-node 2 -m nanoray.train --wokers 2",
         "python -m nanoray.launch --workers 2 --pp 2 --grad_accum_steps 8",

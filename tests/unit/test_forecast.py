@@ -101,7 +101,7 @@ def test_without_its_flags_nothing_changes() -> None:
         ),
         (
             ["--world_size", "8", "--topology", "this-machine"],
-            "this-machine has intra and inter = fit, .*bench layouts",
+            "this-machine has intra and inter = fit, .*bench layouts predicted",
         ),
         (
             ["--world_size", "8", "--precision", "bf16_pure"],
