@@ -71,6 +71,7 @@ LOST_LIMIT = 12.0
 STEP_PRESET = "tiny"
 TAIL_STEPS = 5  # steps after a save that still count to it
 CHUNK = 8 << 20
+NO_SAVE = ("rank0.progress", "attempt")  # files of a run that no checkpoint has written
 
 
 # The raw write costs training all of its time: it is a limit of the disk, not a way to save.
@@ -349,7 +350,7 @@ def measure_rank(mesh: Any, order: Record, emit: Emit) -> None:
             step_s = (before + seconds_per_step(order["window_s"])) / 2
             read = arms[arm].read
             if turn:
-                files = [path for path in folder.rglob("*") if path.name != "rank0.progress"]
+                files = [path for path in folder.rglob("*") if path.name not in NO_SAVE]
                 event = {
                     "arm": arm,
                     "round": turn,
@@ -367,7 +368,7 @@ def measure_rank(mesh: Any, order: Record, emit: Emit) -> None:
                 emit({"arm": arm, "wrong": len(wrong)})
                 del back
             for path in folder.iterdir():
-                if path.name == "logs":
+                if path.name in ("logs", "attempt"):
                     continue
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -557,12 +558,14 @@ def _flat(model: Record, optimizer: Record) -> Record:
 def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> SavingArm:
     """Return the arm that saves as the training loop does."""
     from nanoray.checkpoint.files import load
-    from nanoray.checkpoint.run import RunSpec
+    from nanoray.checkpoint.run import RunSpec, write_attempt
     from nanoray.checkpoint.writer import CheckpointWriter
 
     spec = RunSpec(
-        cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time()
+        cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, started=0.0
     )
+    # Both modes are one attempt: a writer commits only in the newest one.
+    write_attempt(spec)
     # Makes room for its copy in the first round, which only warms up
     writer = CheckpointWriter(spec, say)
 

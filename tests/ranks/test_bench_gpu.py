@@ -180,7 +180,7 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
         ),
         (["--arms", "+ bf16"], "arms = + bf16; the base is needed: add float32"),
         (["--rounds=-1"], "rounds = -1"),
-        (["--presets", "gpt2"], "unknown preset gpt2; did you mean gpt2-124m?"),
+        (["--presets", "gpt2"], "unknown preset gpt2; known: shakespeare-char, gpt2-124m"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

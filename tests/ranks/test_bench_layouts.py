@@ -91,7 +91,18 @@ def test_a_real_quick_run(
     files = [
         f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))
     ]
-    argv = ["layouts", "--quick", "--device", "cpu", "--preset", "tiny", "--ranks", "2,4", *files]
+    argv = [
+        "layouts",
+        "predicted",
+        "--quick",
+        "--device",
+        "cpu",
+        "--preset",
+        "tiny",
+        "--ranks",
+        "2,4",
+        *files,
+    ]
     assert bench.main(argv) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")

@@ -17,6 +17,7 @@ from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, PipelineBenchmark, 
 from nanoray.parallel.schedules import SCHEDULES
 
 FLAGS = [
+    "layouts",
     "pipeline",
     "--preset",
     "tiny",

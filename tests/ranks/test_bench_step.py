@@ -37,6 +37,7 @@ def climbed(text: Path, tmp_path: Path, *flags: str) -> dict[tuple[str, str, str
     out = tmp_path / "s.json"
     argv = [
         "step",
+        "cpu",
         "--quick",
         "--settings",
         TINY,
