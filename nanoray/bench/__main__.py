@@ -95,14 +95,14 @@ def _run(argv: list[str]) -> int:
         if argv[: len(words)] == words:
             return run_one(name, entry, argv[len(words) :])
     if not arms and family in BENCHMARKS:
-        words = f"bench {BENCHMARKS[family].words}"
-        raise ConfigError(f"unknown bench {family}; did you mean {words}?")
+        known = BENCHMARKS[family].words
+        raise ConfigError(f"unknown bench {family}; did you mean bench {known}?")
     if not arms:
         families = dict.fromkeys(entry.family for entry in BENCHMARKS.values())
         refuse_unknown(family, [*families, "all"], "bench")
     if flags and not flags[0].startswith("-"):
-        known = [entry.words.split()[1] for entry in arms.values()]
-        refuse_unknown(flags[0], known, f"arm of bench {family}")
+        names = [entry.words.split()[1] for entry in arms.values()]
+        refuse_unknown(flags[0], names, f"arm of bench {family}")
     return _run_several(family, arms, flags)
 
 

@@ -78,17 +78,6 @@ BENCHMARKS = {
         "DDP, ZeRO, FSDP, cp, tp, pp, ep: step time against memory",
         at("nanoray.bench.strategies:StrategiesBenchmark"),
     ),
-    "context": Entry(
-        "layouts context",
-        "the memory of a rank against the length of sequences, alone and with cp",
-        at("nanoray.bench.context:ContextBenchmark"),
-    ),
-    "hybrid": Entry(
-        "layouts hybrid",
-        "a state sharded over all ranks or in each of two nodes, on slow links between them",
-        at("nanoray.bench.hybrid:HybridBenchmark"),
-        in_all=False,
-    ),
     "pipeline": Entry(
         "layouts pipeline",
         "how long the stages of a pipeline wait under each schedule, and in theory",

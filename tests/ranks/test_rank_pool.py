@@ -212,7 +212,7 @@ def children_of(pid: int) -> list[int]:
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    flags = ("collectives", "--device", "cpu", "--workers", "2")
+    flags = ("communication", "collectives", "--device", "cpu", "--workers", "2")
     with Command("nanoray.bench", *flags, env=env, apart=True) as process:
         wait_for(lambda: "\n" in process.errors, process=process)
         assert "all_reduce float32 1024 B in place  ok" in process.errors.splitlines()[0]
@@ -262,7 +262,15 @@ def test_under_torchrun_every_process_is_a_rank_and_one_speaks_unless_another_br
     """One start of torchrun: a good run, and one in which rank 1 breaks."""
     (tmp_path / "runs.py").write_text(TWO_RUNS)
     torchrun = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [*torchrun, str(tmp_path / "runs.py"), "collectives", "--device", "cpu", *TINY]
+    command = [
+        *torchrun,
+        str(tmp_path / "runs.py"),
+        "communication",
+        "collectives",
+        "--device",
+        "cpu",
+        *TINY,
+    ]
     done = run(*command, "--json", str(tmp_path / "c.json"), env=os.environ | forked)
     assert done.stdout.count("OK  3 rows") == 1, done.stderr
     assert checked(tmp_path / "c.json", 2)["ranks"]["started by"] == "torchrun"

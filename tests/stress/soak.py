@@ -23,7 +23,6 @@ from typing import Any
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.base.text import aligned
-from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
@@ -54,6 +53,7 @@ from tests.stress.chaos import (
     fault_records,
     survive,
 )
+from tests.stress.cluster import NodeCluster
 
 CLEAN = "clean"
 FAULTY = "faulty"

@@ -180,11 +180,7 @@ class RankPool:
         pool cannot be used afterwards.
         """
         own = dict.fromkeys(self._link.ranks, (function, order))
-        for event in self._events("run", own, self.where.timeout_s + GRACE_S, function):
-            # The bytes that all links between nodes carried meanwhile
-            if self._link.links and "began" in event:
-                event["crossed"] = self._link.links.sent_between(event["began"], event["ended"])
-            yield event
+        yield from self._events("run", own, self.where.timeout_s + GRACE_S, function)
 
     def _all(
         self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float
