@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -518,15 +517,3 @@ def pipeline_report(rounds: int) -> Report:
     committed = Report.read(ROOT / "docs/results/pipeline-cpu.json")
     rows = [replace(row, values=row.values[:1] * rounds) for row in committed.rows if row.values]
     return replace(committed, rows=rows)
-
-
-def test_each_sentence_that_compares_arms_asks_for_rounds() -> None:
-    """A benchmark that draws a finding draws it through Report.findings."""
-    asked = set()
-    for path in sorted((ROOT / "nanoray" / "bench").glob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        for call in re.findall(r".*\b(?:finding|crossovers)\(report\).*", source):
-            if not call.startswith("def "):
-                assert "report.findings(" in call, f"{path.name}: {call.strip()}"
-                asked.add(path.stem)
-    assert asked == {"algorithms"}
