@@ -68,14 +68,9 @@ BENCHMARKS = {
         "bucket sizes of DDP: how much communication hides behind the backward pass",
         at("nanoray.bench.overlap:OverlapBenchmark"),
     ),
-    "compression": Entry(
-        "communication compression",
-        "gradients in bf16 and fp16: bytes, step time and loss beside float32",
-        at("nanoray.bench.compression:CompressionBenchmark"),
-    ),
     "strategies": Entry(
         "layouts strategies",
-        "DDP, ZeRO, FSDP, cp, tp, pp, ep: step time against memory",
+        "DDP, ZeRO, FSDP, 16-bit gradients, cp, tp, pp, ep: step time against memory",
         at("nanoray.bench.strategies:StrategiesBenchmark"),
     ),
     "pipeline": Entry(

@@ -1,9 +1,9 @@
 """`python -m nanoray.bench layouts strategies`: time, memory and communication of each mode.
 
 DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, ZeRO and
-FSDP in two groups of ranks (hybrid sharding), context, tensor and pipeline parallelism, train one
-model on the same batches; the same model with experts in place of its MLPs is trained with and
-without expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that
+FSDP in two groups of ranks (hybrid sharding), DDP with gradients in 16 bits, context, tensor and
+pipeline parallelism, train one model on the same batches; the same model with experts in place of
+its MLPs is trained with and without expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that
 hold them all, so a slow minute of the machine hits all arms; communication comes from one more step
 of each round, traced. Memory: fresh ranks for every arm, beside what the formulas of
 `nanoray.forecast.memory` and `nanoray.models.costs` say.
@@ -60,6 +60,10 @@ DATA_ARMS = MODES | {
 HYBRID: dict[str, Record] = {
     f"{mode} hybrid": MODES[mode] | {"replicas": 2} for mode in ("zero1", "zero2", "fsdp full")
 }
+# Gradients in 16 bits; their losses are others by design
+COMPRESSED: dict[str, Record] = {
+    f"ddp in {kind}": {"dp_mode": "ddp", "grad_compress": kind} for kind in ("bf16", "fp16")
+}
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, Record] = {
@@ -75,7 +79,7 @@ AXES: dict[str, Record] = {
     EXPERTS: _EXPERTS,
     f"{EXPERTS} ep 2": _EXPERTS | {"ep": 2},
 }
-ARMS = DATA_ARMS | HYBRID | AXES
+ARMS = DATA_ARMS | HYBRID | COMPRESSED | AXES
 ONLY_GPT = AXES
 P95 = "p95 step"
 SAMPLES = "samples"
@@ -209,7 +213,7 @@ class StrategiesBenchmark(Benchmark):
             # experts.
             for arm, events in found.items():
                 first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
-                _add_time_rows(report, arm, events, found[first])
+                _add_time_rows(report, arm, events, [] if arm in COMPRESSED else found[first])
 
         with ranks_for(report, where, add_time_rows) as pool:
             if not args.preset and pool.facts[0]["device"] != "cpu":

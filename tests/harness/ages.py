@@ -25,7 +25,6 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "algorithms": ("mesh",),
     "checkpoint": ("checkpoint", "state"),
     "collectives": ("mesh",),
-    "compression": ("parallel", "mesh", "train"),
     "control": ("launch", "faults"),
     "equivalence": STEP,
     "kill-points-cpu": RECOVERY,

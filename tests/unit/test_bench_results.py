@@ -19,7 +19,6 @@ from tests.harness.figures import benchmark_named
 JOIN_TORCHRUN = {
     "algorithms",
     "collectives",
-    "compression",
     "overlap",
     "pipeline",
     "strategies",
