@@ -113,7 +113,7 @@ BENCHMARKS = {
     ),
     "mig": Entry(
         "mig",
-        "MIG slices: what is there, what would run where, and what it gains",
+        "MIG slices: what one to seven of a card gain, over gloo and NCCL",
         at("nanoray.bench.mig:MIGBenchmark"),
     ),
     "checkpoint": Entry(
