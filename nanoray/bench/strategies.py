@@ -4,9 +4,9 @@ DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation chec
 FSDP in two groups of ranks (hybrid sharding), DDP with gradients in 16 bits, context, tensor and
 pipeline parallelism, train one model on the same batches; the same model with experts in place of
 its MLPs is trained with and without expert parallelism. Times: every round runs a few steps of
-each arm in turn, on ranks that hold them all, so a slow minute of the machine hits all arms; communication comes from one more step
-of each round, traced. Memory: fresh ranks for every arm, beside what the formulas of
-`nanoray.forecast.memory` and `nanoray.models.costs` say.
+each arm in turn, on ranks that hold them all, so a slow minute of the machine hits all arms;
+communication comes from one more step of each round, traced. Memory: fresh ranks for every arm,
+beside what the formulas of `nanoray.forecast.memory` and `nanoray.models.costs` say.
 """
 
 from __future__ import annotations

@@ -35,8 +35,6 @@ def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict
         "communication",
         "collectives",
         *TINY,
-        "--launcher",
-        "ray",
         "--json",
         str(out),
     )
@@ -84,7 +82,7 @@ def test_on_two_nodes_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None
     alive = "print(json.dumps(sum(node['Alive'] for node in ray.nodes())))"
     try:
         wait_for(lambda: in_driver(cluster, alive) == 2, 120)
-        told = collectives(tmp_path / "c.json", env=cluster.env, ranks=3)
+        told = collectives(tmp_path / "c.json", "--ray_address", "auto", env=cluster.env, ranks=3)
         # Ranks are sorted by node id, which Ray draws: the head may come first or second.
         assert (told["ranks"]["started by"], told["ranks"]["on hosts"]) in [
             ("ray", "2 (2 + 1)"),

@@ -61,7 +61,7 @@ def test_the_benchmark_has_a_rank_for_each_pod_and_writes_onto_the_volume(tmp_pa
     assert " ".join(words[start + 1 : start + 3]) == BENCHMARKS["collectives"].words
     _, args = load(BENCHMARKS["collectives"], words[start + 3 :])
     (group,) = cluster_of(thing)["workerGroupSpecs"]
-    assert (args.launcher, args.workers) == ("ray", group["replicas"])
+    assert (args.ray_address, args.workers) == ("auto", group["replicas"])
     assert "name=/data/bench/$(date -u +%Y%m%d-%H%M%S)-collectives" in command[3]
 
 
@@ -109,7 +109,7 @@ def test_a_night_on_gpus_that_are_claimed(tmp_path: Path) -> None:
     shutil.copytree(KUBE_DIR, tmp_path / "kuberay")
     folder = tmp_path / "kuberay" / "nightly-bench"
     path = folder / "kustomization.yaml"
-    entrypoint = "exec python -m nanoray.bench communication collectives --launcher ray --workers 4 --device cuda"
+    entrypoint = "exec python -m nanoray.bench communication collectives --ray_address auto --workers 4 --device cuda"
     operation = {"op": "replace", "path": "/spec/jobTemplate/entrypoint", "value": entrypoint}
     patch = {"target": {"kind": "RayCronJob"}, "patch": yaml.safe_dump([operation])}
     rules = yaml.safe_load(path.read_text().replace("overlays/cpu", "overlays/gpu-dra"))

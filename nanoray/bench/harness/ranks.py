@@ -47,7 +47,6 @@ from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, conn
 if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
 
-LAUNCHERS = ("processes", "ray", "torchrun")
 START_S = 90.0  # for a rank to import torch and meet the others
 
 
@@ -56,7 +55,7 @@ class Where:
     """Which ranks to start, and how."""
 
     workers: int
-    launcher: str = "processes"
+    launcher: str = "processes"  # or ray, or torchrun
     device: str = "auto"
     backend: str = "auto"
     ray_address: str = "auto"
