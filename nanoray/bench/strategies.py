@@ -319,18 +319,15 @@ def _add_time_rows(report: Report, arm: str, events: list[Record], first: list[R
     report.add(arm, LOSS, "", loss, steps, wrong=int(differs))
 
 
-def add_memory_rows(report: Report, where: Where, order: Record, arm: str, **extra: Any) -> None:
-    """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes.
-
-    extra: what the rows are of.
-    """
+def add_memory_rows(report: Report, where: Where, order: Record, arm: str) -> None:
+    """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes."""
     say(f"memory  {arm}")
     try:
         with RankPool(where) as pool:
             (event,) = pool.run(MEMORY_ENTRY, order)
     except RankFailed as error:
-        report.add(arm, STATE, "MiB", (), error=str(error), extra=extra)
-        report.add(arm, PEAK, "MiB", (), error=str(error), extra=extra)
+        report.add(arm, STATE, "MiB", (), error=str(error))
+        report.add(arm, PEAK, "MiB", (), error=str(error))
         return
     # The formulas: the state is what stays between steps, the peak holds activations as well
     parts = event["formula"]
@@ -349,10 +346,10 @@ def add_memory_rows(report: Report, where: Where, order: Record, arm: str, **ext
     def add(metric: str, sizes: Sequence[float], expected: int, note: str, formula: str) -> None:
         mib = [size / 2**20 for size in sizes]
         percent_off = [100 * (size / expected - 1) for size in sizes]
-        more = extra | of_state if metric == STATE else extra
+        more = of_state if metric == STATE else {}
         report.add(arm, metric, "MiB", mib, note, extra=more)
-        report.add(arm, f"{metric}, formula", "MiB", expected / 2**20, formula, extra=extra)
-        report.add(arm, f"{metric}, error", "%", percent_off, extra=extra)
+        report.add(arm, f"{metric}, formula", "MiB", expected / 2**20, formula)
+        report.add(arm, f"{metric}, error", "%", percent_off)
 
     of_state = {"formula_bytes": parts, "held_bytes": last}
     add(STATE, states, state_bytes, measured, "")

@@ -16,16 +16,27 @@ from pathlib import Path
 
 from nanoray.bench.harness.processes import (
     CLUSTER_START_S,
+    FEW_OBJECTS,
     Child,
     ChildFailed,
     is_up,
-    node_command,
+    python_in,
     ray_head,
 )
 from nanoray.host.slots import Slots
 
 MOST_FAILED_STARTS = 3  # of nodes, until a cluster is given up
 POLL_S = 0.1
+
+
+def node_command(folder: Path, address: str, gpus: int = 0) -> list[str]:
+    """Return the command for a node of one CPU that joins the head at `address`.
+
+    `folder` is the head's.
+    """
+    command = [python_in(folder), "-m", "ray.scripts.scripts", "start", f"--address={address}"]
+    command += ["--block", "--num-cpus=1", f"--num-gpus={gpus}", FEW_OBJECTS]
+    return [*command, "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
 
 
 class NodeCluster:

@@ -57,7 +57,7 @@ ENDINGS = {
     "picky": "report.rows.clear()\n"
     "        if args.workers > 3: raise ConfigError(f'workers = {args.workers}; use 3 or less')",
     "refused": "raise ConfigError('no such device')",
-    "nothing yet": "report.rows.clear(); raise KeyboardInterrupt",
+    "nothing_yet": "report.rows.clear(); raise KeyboardInterrupt",
     "waiting": "import subprocess; p = subprocess.Popen(['sleep', '60'])\n"
     "        try:\n            print('pid', p.pid, flush=True); p.wait()\n"
     "        finally:\n            p.kill(); "
@@ -190,6 +190,7 @@ def test_what_all_refuses(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["nanoray"])
     choose(monkeypatch, "fine")
     assert bench.main(["all", *flags]) == 2
     assert capsys.readouterr() == ("", f"error: {text}\n")
@@ -307,8 +308,8 @@ def test_ctrl_c_before_the_first_value_writes_no_report(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    choose(monkeypatch, "nothing yet")
-    assert bench.main(["nothing yet", "--json", str(tmp_path / "r.json")]) == 130
+    choose(monkeypatch, "nothing_yet")
+    assert bench.main(["nothing_yet", "--json", str(tmp_path / "r.json")]) == 130
     text = "interrupted: everything that was started is ended, no report was written"
     assert text in capsys.readouterr().err
     assert not (tmp_path / "r.json").exists()
