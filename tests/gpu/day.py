@@ -6,13 +6,13 @@ It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that bund
 Of those it takes from build/gpu-day what this Python cannot import. It lies here and not in the
 package because it runs the tests of this folder: an installed nanoray has none.
 
-    search for gpt2-124m         the fastest settings                             bench tune
+    search for gpt2-124m         the fastest settings                             tests.stress tune
     ladder of gpt2-124m          what each change gains a step                    bench step gpu
     seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench step gpu
     features                     each kernel and number format                    tests/gpu/features.py
     tests/gpu                                                                     pytest
     ladder of shakespeare-char   what each change gains a step of it              bench step gpu
-    equivalence of two ranks     on one card, against one process                 bench equivalence
+    equivalence of two ranks     on one card, against one process                 tests.stress equivalence
 
 Each part is a command in a process of its own, and those of one feature or rung are, too: what
 hangs or crashes costs its own row. A part has a share of the budget, and the time that earlier ones
