@@ -10,7 +10,7 @@ from contextlib import redirect_stderr
 from typing import Any
 from unittest import mock
 
-from nanoray.bench.registry import BENCHMARKS, is_there
+from nanoray.bench.registry import BENCHMARKS
 from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.parsers import Parser, build_parser
 from nanoray.launch.program.__main__ import build_parser as parser_of_programs
@@ -35,7 +35,9 @@ def find_parsers(command: str) -> dict[str, list[ArgumentParser]]:
     if command == "run":  # what follows its flags belongs to the program
         return {"": [parser_of_programs()]}
     if command == "bench":
-        words = [*filter(is_there, BENCHMARKS), "all"]
+        entries = BENCHMARKS.values()
+        families = (entry.family for entry in entries)
+        words = [*dict.fromkeys([*(entry.words for entry in entries), *families, "all"])]
     else:
         words = _subcommands(command)
     return {word: _parsers_of(command, word) for word in words}
