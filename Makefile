@@ -82,7 +82,6 @@ docs: setup
 	@$(PY) -m nanoray.errors > docs/errors.md
 	@$(PY) docs/api.py > docs/api.md
 	@$(PY) -m tests.harness.figures
-	@$(PY) -m tests.harness.ages > docs/age-of-results.md
 
 site: docs
 	@$(PY) docs/site/build.py

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoray.bench.harness import leaks, processes
-from tests.harness import commands
+from nanoray.bench.harness import processes
+from tests.harness import commands, leaks
 from tests.harness.cluster import commands_end_here
 from tests.harness.fixtures import kubectl, lines_are_printed, own_cache, shakespeare, text
 from tests.harness.forked_python import forked_python

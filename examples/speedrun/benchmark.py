@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench speedrun`: seconds from a command to a validation loss.
+"""`python -m examples.speedrun.benchmark`: seconds from a command to a validation loss.
 
 The data is tiny Shakespeare, the machine two CPU cores. docs/speedrun.md has the rules and the
 records. Arms run one after the other, in rotating order; each round has a seed of its own, the same
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.plan import (
@@ -34,6 +36,7 @@ from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment,
 from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.peers.nanogpt import NanoGPT
+from nanoray.bench.registry import Entry
 from nanoray.bench.to_loss import RunToLoss, children_cpu_s, run_to_loss
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
@@ -388,3 +391,15 @@ def _add_targets(report: Report, arms: list[str]) -> None:
                 report.add_target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3)
     for before, arm in pairwise(own):
         report.compare(arm, before, SECONDS)
+
+
+ENTRY = Entry(
+    "speedrun",
+    "seconds from a command to a validation loss on two CPU cores; all may join",
+    SpeedrunBenchmark,
+    command="python -m examples.speedrun.benchmark",
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_code_of(lambda: run_one("speedrun", ENTRY, sys.argv[1:])))

@@ -1,9 +1,8 @@
-"""`python -m nanoray.bench NAME`: measure, print a table and verdicts, write JSON, a figure and an
-HTML report.
+"""`python -m nanoray.bench FAMILY [ARM]`: measure, print a table and verdicts, write JSON and a figure.
 
-registry.py lists the benchmarks, harness/benchmark.py says what each implements. Exit code 0: every
-arm ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. `all` runs one after
-the other and skips those that refuse its --workers.
+registry.py lists families and arms, harness/benchmark.py says what each arm implements. Exit code
+0: every arm ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. A family
+without an arm, and `all`, run one arm after the other and skip those that refuse --workers.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nanoray.base.atomic import write_json
 from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, read_numbers
 from nanoray.bench.harness.processes import interruptible
-from nanoray.bench.harness.report import Report, Section, conditions, load_average
+from nanoray.bench.harness.report import Report, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser, name_program, take_output
 from nanoray.config import refuse_unknown
@@ -31,43 +29,39 @@ from nanoray.host.launchers import set_torch_variables
 
 FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose
-FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}
+FILES = {"json": "report.json", "figure": "report.png"}
 USAGE = """\
-usage: {program} NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
+usage: {program} FAMILY [ARM] [--workers N] [--quick] [--json FILE] [--figure FILE] [flags]
 
 {benches}
-  {all:<12}all but gpu, soak and speedrun in turn, with their defaults; --figure takes a folder
+  {all:<28}all but those with a * in turn, with their defaults; so does a family without an arm
 
   --workers N   ranks                       --json FILE    conditions, rows and verdicts
-  --quick       few and short rounds        --figure FILE  a picture ({figures})
-                                            --html FILE    one page with all of it, which needs nothing else
+  --quick       few and short rounds        --figure FILE  a picture ({figures}); of several: a folder
 
-{program} NAME --help shows the flags of one"""
+{program} FAMILY ARM --help shows the flags of one"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark, or all, and return the exit code."""
+    """Run one benchmark, or several, and return the exit code."""
     if argv is None:
         argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
-        benches = "\n".join(f"  {name:<12}{entry.summary}" for name, entry in BENCHMARKS.items())
-        print(
-            USAGE.format(
-                program=name_program("bench"),
-                benches=benches,
-                all="all",
-                figures=", ".join(FIGURES),
-            )
-        )
+        benches = "\n".join(_usage_of(entry) for entry in BENCHMARKS.values())
+        known = {"benches": benches, "all": "all", "figures": ", ".join(FIGURES)}
+        print(USAGE.format(program=name_program("bench"), **known))
         return 0 if argv else 2
-    name, *flags = argv
 
     def run() -> int:
         # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.
         set_torch_variables(os.environ)
-        return _run_all(flags) if name == "all" else _run_named(name, flags)
+        return _run(argv)
 
     return exit_code_of(run)
+
+
+def _usage_of(entry: Entry) -> str:
+    return f"  {entry.words + ('' if entry.in_all else ' *'):<28}{entry.summary}"
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
@@ -90,15 +84,31 @@ def _signal_of(stop: KeyboardInterrupt) -> int:
     return int(stop.args[0]) if stop.args else signal.SIGINT
 
 
-def _run_named(name: str, argv: list[str]) -> int:
-    if name not in BENCHMARKS:
-        refuse_unknown(name, [*BENCHMARKS, "all"], "bench")
-    return run_one(name, BENCHMARKS[name], argv)
+def _run(argv: list[str]) -> int:
+    """Run what the first words of a command line name. Raises ConfigError for unknown ones."""
+    family, *flags = argv
+    if family == "all":
+        return _run_several(family, BENCHMARKS, flags)
+    arms = {name: entry for name, entry in BENCHMARKS.items() if entry.family == family}
+    for name, entry in arms.items():
+        words = entry.words.split()
+        if argv[: len(words)] == words:
+            return run_one(name, entry, argv[len(words) :])
+    if not arms and family in BENCHMARKS:
+        known = BENCHMARKS[family].words
+        raise ConfigError(f"unknown bench {family}; did you mean bench {known}?")
+    if not arms:
+        families = dict.fromkeys(entry.family for entry in BENCHMARKS.values())
+        refuse_unknown(family, [*families, "all"], "bench")
+    if flags and not flags[0].startswith("-"):
+        names = [entry.words.split()[1] for entry in arms.values()]
+        refuse_unknown(flags[0], names, f"arm of bench {family}")
+    return _run_several(family, arms, flags)
 
 
 def run_one(name: str, entry: Entry, argv: list[str]) -> int:
     """Run one benchmark, print and write its report, and return the exit code."""
-    benchmark, args = _load(name, entry, argv)
+    benchmark, args = load(entry, argv)
     with interruptible():
         report = _new_report(name, entry, argv, args)
         signum = _measure(benchmark, args, report)
@@ -111,55 +121,53 @@ def run_one(name: str, entry: Entry, argv: list[str]) -> int:
                 print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
         return int(report.failed)
 
-    section = _section(benchmark, report, args.figure, bool(args.html))
-    lines = [*benchmark.format_markdown(report), "", *report.lines(section.lines or None)]
-    print("\n".join(lines), flush=True)
+    _draw(benchmark, report, args.figure)
+    pasted = benchmark.format_markdown(report)
+    print("\n".join([*pasted, "", *_lines_of(benchmark, report)]), flush=True)
     if args.json:
         report.write(args.json)
-    _write_html(args.html, [section], {name: entry.summary})
     return 128 + signum if signum else int(report.failed)
 
 
-def _run_all(argv: list[str]) -> int:
-    """Run every benchmark that is in `all`, print a table of their verdicts, and write one page."""
-    args = _flags_of_all(argv)
-    sections: list[Section] = []
+def _lines_of(benchmark: Benchmark, report: Report) -> list[str]:
+    return report.lines(benchmark.format_text(report) or None)
+
+
+def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> int:
+    """Run those benchmarks that are in `all`, and print a table of their verdicts."""
+    args = _flags_of_several(title, argv)
+    reports: list[Report] = []
     signum = 0
     with interruptible():
-        for name, entry in BENCHMARKS.items():
+        for name, entry in entries.items():
             if not entry.in_all:
                 continue
             flags = [f"--workers={args.workers}"] if args.workers else []
             if args.quick:
                 flags += ["--quick", *entry.quick_flags]
-            print(f"== {name}", file=sys.stderr, flush=True)
-            section, signum = _attempt(name, entry, flags, args)
-            lines = [f"== {name}", "", *section.report.lines(section.lines or None), ""]
-            print("\n".join(lines), flush=True)
-            sections.append(section)
+            print(f"== {entry.words}", file=sys.stderr, flush=True)
+            report, lines, signum = _attempt(name, entry, flags, args)
+            print("\n".join([f"== {entry.words}", "", *lines, ""]), flush=True)
+            reports.append(report)
             if signum:
                 break
 
-    reports = [section.report for section in sections]
     rows = [("bench", "verdict", "seconds", ""), *(report.summary for report in reports)]
     print("\n".join(aligned(rows, right={2})))
-    ok, verdict = _verdict_of_all(reports, args.workers)
+    ok, verdict = _verdict_of(reports, args.workers)
     # Before files are written: a full disk must not take the result away
     print(verdict, flush=True)
-
     if args.json:
         dicts = [report.to_dict() for report in reports]
-        write_json(args.json, {"bench": "all", "reports": dicts, "ok": ok})
-    _write_html(args.html, sections, {name: entry.summary for name, entry in BENCHMARKS.items()})
+        write_json(args.json, {"bench": title, "reports": dicts, "ok": ok})
     if signum:
         return 128 + signum
     return 0 if ok else 1
 
 
-def _flags_of_all(argv: list[str]) -> argparse.Namespace:
-    _refuse_torchrun("all")
-    program = name_program("bench all")
-    parser = _parser(program, "every benchmark in turn, each with its defaults")
+def _flags_of_several(title: str, argv: list[str]) -> argparse.Namespace:
+    _refuse_torchrun(title)
+    parser = _parser(name_program(f"bench {title}"), "benchmarks in turn, each with its defaults")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="ranks of each [each one's default]"
     )
@@ -170,13 +178,13 @@ def _flags_of_all(argv: list[str]) -> argparse.Namespace:
         )
     if args.figure and not args.figure.is_dir():
         raise ConfigError(
-            f"figure = {args.figure}: bench all draws several; name a folder that is there"
+            f"figure = {args.figure}: bench {title} draws several; name a folder that is there"
         )
     return args
 
 
-def _verdict_of_all(reports: list[Report], workers: int | None) -> tuple[bool, str]:
-    """Return whether `bench all` succeeded, and its last line."""
+def _verdict_of(reports: list[Report], workers: int | None) -> tuple[bool, str]:
+    """Return whether several benchmarks succeeded, and the last line."""
     failed = [report.bench for report in reports if report.failed]
     skipped = [report.bench for report in reports if report.skipped]
     # A number of ranks that no benchmark accepts is a mistake; one that some refuse is not
@@ -192,29 +200,29 @@ def _verdict_of_all(reports: list[Report], workers: int | None) -> tuple[bool, s
 
 def _attempt(
     name: str, entry: Entry, flags: list[str], args: argparse.Namespace
-) -> tuple[Section, int]:
-    """Run one of all benchmarks; turn what it raises into a failure of its report.
+) -> tuple[Report, list[str], int]:
+    """Run one of several benchmarks; turn what it raises into a failure of its report.
 
-    A benchmark that refuses the number of ranks is skipped: others can use it. Returns its section,
-    and the signal that interrupted it or 0.
+    A benchmark that refuses the number of ranks is skipped: others can use it. Returns its report
+    with its lines, and the signal that interrupted it or 0.
     """
     try:
-        benchmark, own_args = _load(name, entry, flags)
+        benchmark, own_args = load(entry, flags)
         report = _new_report(name, entry, flags, own_args)
         signum = _measure(benchmark, own_args, report)
-        figure = args.figure / f"{name}.png" if args.figure else None
-        return _section(benchmark, report, figure, bool(args.html)), signum
+        _draw(benchmark, report, args.figure / f"{name}.png" if args.figure else None)
+        return report, _lines_of(benchmark, report), signum
     except Exception as error:
-        report = Report(name, conditions(name, flags, entry.command))
+        report = Report(name, conditions(entry.program, flags))
         if args.workers and isinstance(error, ConfigError | PlacementError):
             report.skipped = str(error)
         else:
             report.failures.append(_describe_error(error))
-        return Section(report), 0
+        return report, report.lines(), 0
 
 
 def _new_report(name: str, entry: Entry, argv: list[str], args: argparse.Namespace) -> Report:
-    report = Report(name, conditions(name, argv, entry.command))
+    report = Report(name, conditions(entry.program, argv))
     if args.quick:
         report.conditions["quick"] = (
             "few, short rounds: shows that it runs and which way it points, no more"
@@ -262,37 +270,13 @@ def _writes_report() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _section(benchmark: Benchmark, report: Report, figure: Path | None, svg: bool) -> Section:
-    """Draw the figures, and collect what a page shows of this report."""
-    picture = _draw(benchmark, report, figure, svg)
-    return Section(report, picture, benchmark.format_text(report), benchmark.wrong)
-
-
-def _draw(benchmark: Benchmark, report: Report, figure: Path | None, svg: bool) -> str:
-    """Draw the figure file, and return the SVG text for the page if `svg`.
-
-    An error while drawing is a failure of the report: what was measured must still be printed.
-    """
-    if not any(row.values for row in report.rows):
-        return ""
-    try:
-        if figure:
+def _draw(benchmark: Benchmark, report: Report, figure: Path | None) -> None:
+    """Draw the figure. An error is a failure of the report: what was measured is still printed."""
+    if figure and any(row.values for row in report.rows):
+        try:
             benchmark.draw(report, figure)
-        if svg:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "figure.svg")
-                benchmark.draw(report, path)
-                return path.read_text(encoding="utf-8")
-    except Exception as error:
-        report.failures.append(f"figure: {_describe_error(error)}")
-    return ""
-
-
-def _write_html(path: Path | None, sections: list[Section], summaries: dict[str, str]) -> None:
-    if path:
-        from nanoray.bench.harness.html import write
-
-        write(path, sections, summaries)
+        except Exception as error:
+            report.failures.append(f"figure: {_describe_error(error)}")
 
 
 def _parser(program: str, text: str) -> Parser:
@@ -307,23 +291,20 @@ def _parser(program: str, text: str) -> Parser:
         help=f"draw them ({', '.join(FIGURES)}); all: a folder",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write one page with all of it, for any browser"
-    )
-    parser.add_argument(
         "--quick", action="store_true", help="few and short rounds; targets are shown, not judged"
     )
     parser.add_argument(
-        "-o", type=Path, metavar="FILE", help="one of these three, by the file's ending"
+        "-o", type=Path, metavar="FILE", help="one of these two, by the file's ending"
     )
     return parser
 
 
-def _load(name: str, entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
+def load(entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     """Import a benchmark and read its flags."""
     benchmark = entry.load()
     if not benchmark.joins_torchrun:
-        _refuse_torchrun(name)
-    parser = _parser(entry.command or name_program(f"bench {name}"), entry.summary)
+        _refuse_torchrun(entry.words)
+    parser = _parser(entry.command or name_program(f"bench {entry.words}"), entry.summary)
     benchmark.add_flags(parser)
     for number in benchmark.numbers:
         number.add_to(parser)
@@ -348,7 +329,7 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         refuse_unknown(unknown[0].split("=")[0], flags, "flag")
-    take_output(args, {"json": (".json",), "html": (".html",), "figure": FIGURES})
+    take_output(args, {"json": (".json",), "figure": FIGURES})
     if not _writes_report():
         return args
 

@@ -91,29 +91,9 @@ def resnet(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     return Case(model, batch, micro, 0, activation_memory(shape, micro, precision), what)
 
 
-def gpt_on_text(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
-    """Return a GPT that learns from the text of the configuration's dataset."""
-    from nanoray.data.prepare import prepare
-    from nanoray.data.tokens import MicroBatches, TokenData
-
-    info = prepare(config)
-    case = gpt(mesh, config, precision, micro, info.vocab_size)
-    data = TokenData(info, config.block_size, config.seed, mesh.device)
-    batch = resolve_batch(config, mesh.world_size)
-    batches = MicroBatches(data, batch, mesh.rank)
-
-    def of(number: int) -> tuple[Tensor, Tensor]:
-        # The number counts micro batches, so the batch follows from it alone.
-        step, part = divmod(number, batch.accum)
-        return batches.get(step * batch.global_size, part)
-
-    case.batch = of
-    return case
-
-
 # (mesh, configuration, precision, micro batch size)
 MakeCase = Callable[["Mesh", Config, str, int], Case]
-MODELS: dict[str, MakeCase] = {"gpt": gpt, "gpt on text": gpt_on_text, "resnet": resnet}
+MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
 
 
 def alone_on(mesh: Mesh) -> Mesh:

@@ -71,6 +71,7 @@ LOST_LIMIT = 12.0
 STEP_PRESET = "tiny"
 TAIL_STEPS = 5  # steps after a save that still count to it
 CHUNK = 8 << 20
+NO_SAVE = ("rank0.progress", "attempt")  # files of a run that no checkpoint has written
 
 
 # The raw write costs training all of its time: it is a limit of the disk, not a way to save.
@@ -100,7 +101,7 @@ def _draw_rates(axes: Any, report: Report) -> None:
 class CheckpointBenchmark(Benchmark):
     """Measure what a checkpoint costs training."""
 
-    wrong = "tensors that read back with other bits than training had when they were saved"
+    # Wrong: tensors that read back with other bits than training had when they were saved
     numbers = (
         Number("rounds", "rounds of all arms", usual=7, few=3),
         Number("threads", "of training; the other cores are free to write", 1),
@@ -349,7 +350,7 @@ def measure_rank(mesh: Any, order: Record, emit: Emit) -> None:
             step_s = (before + seconds_per_step(order["window_s"])) / 2
             read = arms[arm].read
             if turn:
-                files = [path for path in folder.rglob("*") if path.name != "rank0.progress"]
+                files = [path for path in folder.rglob("*") if path.name not in NO_SAVE]
                 event = {
                     "arm": arm,
                     "round": turn,
@@ -367,7 +368,7 @@ def measure_rank(mesh: Any, order: Record, emit: Emit) -> None:
                 emit({"arm": arm, "wrong": len(wrong)})
                 del back
             for path in folder.iterdir():
-                if path.name == "logs":
+                if path.name in ("logs", "attempt"):
                     continue
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -560,7 +561,10 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
     from nanoray.checkpoint.run import RunSpec, write_attempt
     from nanoray.checkpoint.writer import CheckpointWriter
 
-    spec = RunSpec(cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, 0.0)
+    spec = RunSpec(
+        cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, started=0.0
+    )
+    # Both modes are one attempt: a writer commits only in the newest one.
     write_attempt(spec)
     # Makes room for its copy in the first round, which only warms up
     writer = CheckpointWriter(spec, say)

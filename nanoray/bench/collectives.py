@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench collectives`: latency, algbw, busbw and #wrong of every collective.
+"""`python -m nanoray.bench communication collectives`: latency, algbw, busbw and #wrong of every collective.
 
     blocking     barrier, one call, wait: its latency is what a step waits for; the slowest rank counts
     pipelined    k calls, then one wait: bytes per second, from which algbw and busbw come, as in nccl-tests

@@ -1,4 +1,4 @@
-"""One rank of an arm of `bench step`, `gpu` or `train`: a loop that runs blocks of steps on request.
+"""One rank of an arm of `bench step cpu`, `gpu` or `train`: a loop that runs blocks of steps on request.
 
     products   a step is one product of two square matrices: what this machine can do at most
     plain      the loop that people write first, with torch's allocator as it is, or kept as nanoray does

@@ -125,8 +125,6 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
             # The clocks' marks cost no wait; the device is waited for once, at the end
             mesh.barrier()
-            began = time.time()
-            mesh.barrier()  # no rank sends before this moment: bytes may be counted from it
             start = time.perf_counter()
             marks = [clock.now()]
             for _ in range(order["arms"][name].get("steps", order["steps"])):
@@ -140,9 +138,6 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             arm.plan.settle()
             wait_for(mesh.device)
             step_ms = 1e3 * (time.perf_counter() - start) / len(losses)
-            # Until the others are done, too: bytes may be counted to this moment.
-            mesh.barrier()
-            ended = time.time()
 
             # A step takes as long as on the slowest rank
             clock.anchor()
@@ -154,8 +149,6 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
                 "round": turn,
                 "step_ms": step_ms,
                 "times_ms": times,
-                "began": began,
-                "ended": ended,
                 "losses": mesh.all_reduce_mean(torch.stack(losses)).tolist(),
             }
 

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench gpu`: what each change gains a step on a GPU, in ten minutes.
+"""`python -m nanoray.bench step gpu`: what each change gains a step on a GPU, in ten minutes.
 
 It also measures the seconds to a loss. A ladder per preset. Each rung keeps what the ones before it
 have, but for those in brackets:
@@ -182,10 +182,7 @@ def _draw_speeds(axes: Any, report: Report, preset: str) -> None:
 class GPUBenchmark(Benchmark):
     """Measure what each option gains a step on one GPU."""
 
-    wrong = (
-        "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32, 2 % in bf16 and "
-        "5 % in fp8"
-    )
+    # Wrong: rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32, 2 % in bf16 and 5 % in fp8
     numbers = (
         Number("rounds", "blocks of steps of a rung", usual=5, few=2),
         Number("block_ms", "milliseconds of steps whose times are averaged", 2000.0),

@@ -1,4 +1,4 @@
-"""A training whose ranks are killed, or whose nodes are taken, and what its records say afterwards.
+"""A training whose ranks are killed, and what its records say afterwards.
 
 All moments are Unix seconds of this host's wall clock: the records', the logs' and the killer's.
 """
@@ -20,14 +20,9 @@ from typing import Any, NamedTuple, TextIO
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.base.proc import stat_of
-from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed, send_signal
 
-# Set for the peer on Ray Train, it asks for notices and saves when there is one
-PEER_DRAINS = "NANORAY_PEER_DRAINS"
-DRAINED_WORLD = 2  # ranks of a run whose node is taken
-LEAST_STEPS = 100  # new ones after the end of a node, until a run counts as recovered
 POLL_S = 0.02  # between two looks at the records
 FOLLOW_S = 0.1  # the same where a look does not decide when something happens
 TORCHRUN_SAW = re.compile(
@@ -47,7 +42,7 @@ class Standstill(NamedTuple):
 
 
 class MeasuredFault(NamedTuple):
-    """A kill, or an announced end of a node, and its consequences."""
+    """A kill and its consequences."""
 
     round: int
     rank: int
@@ -57,7 +52,6 @@ class MeasuredFault(NamedTuple):
     repeated: int  # steps done before the fault and again after it
     wrong: int  # steps whose loss is not that of a run without a fault
     noticed_s: float | None = None  # of a kill
-    after_s: float | None = None  # of a node: from the notice to the end of the standstill
 
 
 class Goodput(NamedTuple):
@@ -147,34 +141,6 @@ def wrong_losses(
     ) + len(losses.keys() - reference.keys())
 
 
-def longest_pause(done: Mapping[tuple[int, int], float], since: float) -> Standstill | None:
-    """Return the longest time without a step that was new, from a moment on; None without steps.
-
-    A step that is done a second time is none, and counts as repeated, whenever that was.
-    """
-    first = first_times(done)
-    repeated = sum(at > first[step] and at >= since for (_, step), at in done.items())
-
-    # The last step before the moment begins the first pause.
-    moments = sorted((at, step) for step, at in first.items())
-    before = [pair for pair in moments if pair[0] < since][-1:]
-    later = [*before, *(pair for pair in moments if pair[0] >= since)]
-    pauses = []
-    for (start, step), (end, _) in itertools.pairwise(later):
-        pauses.append(Standstill(end - max(start, since), step, repeated, end))
-    return max(pauses, default=None)
-
-
-def wrong_among(losses: Mapping[int, float], reference: Mapping[int, float], most: float) -> int:
-    """Return how many steps are missing or have another loss, up to the last one of both.
-
-    most: the relative difference that is no other loss; 0 requires the same bits.
-    """
-    last = min(max(losses, default=0), max(reference, default=0))
-    common = {step: loss for step, loss in reference.items() if step <= last}
-    return wrong_losses({step: losses[step] for step in losses if step <= last}, common, most)
-
-
 class TrainingProcess:
     """One training as a child process.
 
@@ -187,15 +153,10 @@ class TrainingProcess:
         env: Mapping[str, str],
         folder: Path,
         head: Child | None,
-        nodes: Mapping[str, Child] | None = None,
     ) -> None:
-        """Start `command` with an --out_dir in `folder`.
-
-        `head` is the Ray head that may start its ranks, and so may its other `nodes`.
-        """
+        """Start `command` with an --out_dir in `folder`; the Ray head may start its ranks."""
         self.folder = folder
         self.head = head
-        self._nodes = nodes or {}
         self.done = Done()
         folder.mkdir(parents=True)
         self.child = Child([*command, "--out_dir", str(folder)], env, folder / "output.log")
@@ -371,7 +332,6 @@ class TrainingProcess:
         roots = {str(starter)}
         if self.head:
             roots.add(str(self.head.process.pid))
-        roots |= {str(node.process.pid) for node in self._nodes.values()}
         if session not in roots and parent != str(starter):  # torchrun gives each rank a session
             return None
         self._seen[pid] = stat[19]
@@ -389,51 +349,3 @@ class TrainingProcess:
                 send_signal(left, signal.SIGKILL)
                 return
             time.sleep(POLL_S)
-
-
-# A node that is announced to go, and goes.
-
-
-def run_drained(
-    run: TrainingProcess,
-    cluster: NodeCluster,
-    rank: int,
-    at_step: int,
-    notice_s: float,
-    watch_s: float,
-    timeout_s: float,
-) -> Standstill:
-    """Announce the end of a rank's node at a step, take the node away, and watch what follows.
-
-    It ends `watch_s` seconds after the node, or later, with LEAST_STEPS new steps. Raises
-    ChildFailed.
-    """
-    run.wait_until(lambda: run.step >= at_step, timeout_s, f"step {at_step}")
-    # torchft begins with the ranks that are there: the other one may come later.
-    ranks = range(DRAINED_WORLD)
-    run.wait_until(lambda: all(map(run.process_of, ranks)), timeout_s, "all ranks")
-    # This rank, or the next one if this one is on the head
-    pids = [run.process_of((rank + turn) % DRAINED_WORLD) for turn in ranks]
-    names = [cluster.node_of(pid) for pid in pids if pid]
-    name = next(filter(None, names), None)
-    if name is None:
-        raise ChildFailed(f"no rank is on a node beside the head\n{run.child.tail()}")
-    announced = cluster.drain(name, notice_s)
-    run.follow(announced + notice_s)
-    cluster.take(name)
-    reached = run.step + LEAST_STEPS
-    run.follow(announced + notice_s + watch_s)
-    what = f"{LEAST_STEPS} new steps after the end of the node"
-    run.wait_until(lambda: run.step >= reached, timeout_s, what)
-    pause = longest_pause(run.done, announced)
-    assert pause is not None, "there were new steps"
-    return pause._replace(end=pause.end - announced)
-
-
-def run_undrained(
-    run: TrainingProcess, at_step: int, seconds: float, timeout_s: float
-) -> dict[int, float]:
-    """Return step -> loss of a run for as long as one with a drained node. Raises ChildFailed."""
-    run.wait_until(lambda: run.step >= at_step, timeout_s, f"step {at_step}")
-    run.follow(time.time() + seconds)
-    return run.losses()

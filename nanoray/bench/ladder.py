@@ -1,4 +1,4 @@
-"""A ladder: what a step costs under one setting after the other, for `bench step`, `gpu`, `train`.
+"""A ladder: what a step costs under one setting after the other, for `bench step cpu`, `gpu`, `train`.
 
 A rung trains by nanoray's engine, or by the loop that people write first, in processes of its own
 (compute.py), which do blocks of steps on request. All rungs of a ladder train the model and the

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench layouts`: predicted steps of dp × tp layouts, beside real ones.
+"""`python -m nanoray.bench layouts predicted`: predicted steps of dp × tp layouts, beside real ones.
 
     links      all-reduce, reduce-scatter and all-gather of Axis at 2 ranks   -> alpha, beta and CPU seconds of each
     compute    forward, backward, update at 2 ranks, whole and cut for tp 2   -> seconds; what tp does not divide

@@ -8,7 +8,7 @@
 Every arm times training steps of a preset's GPT under DDP, copies in the device's memory, and an
 all-reduce. Without slices each arm says why it is not run, and a stand-in runs: ranks that share
 one plain GPU, or the CPU. That shows what sharing costs, and nothing about the isolation of MIG.
-The MIG mode is never changed; the commands for it are printed.
+`nanoray mig` plans slices, shows those that are there, and prints the commands that make them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from nanoray.errors import ConfigError
 from nanoray.host.device import Device
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
-from nanoray.host.mig import mig_commands
 from nanoray.host.slots import local_slots
 from nanoray.mesh.rendezvous import RankDevice, choose_backend, runtime_nccl_version
-from nanoray.tools.mig import CARDS, compute_share, peak_text, peaks, plan
+from nanoray.tools.mig import CARDS, peak_text, peaks, plan
 
 MAX_SLICES = 7
 THROUGHPUT = "throughput"
@@ -173,22 +172,6 @@ def _draw_series(axes: Any, report: Report) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _draw_plan(axes: Any, report: Report) -> None:
-    """Draw the promise of the slices."""
-    card = report.conditions["card"]
-    labels = [f"{p.slice.profile} (fits {p.fit} ×)" for p in plan(card)]
-    for offset, label in ((-0.2, "compute"), (0.2, "bandwidth")):
-        shares = [getattr(p.slice, f"{label}_fraction") for p in plan(card)]
-        axes.barh([i + offset for i in range(len(labels))], shares, height=0.36, label=label)
-    for i, (part, _, _) in enumerate(plan(card)):
-        end = max(part.compute_fraction, part.bandwidth_fraction)
-        axes.text(end + 0.02, i, peak_text(peaks(part)), va="center", fontsize=7)
-    axes.set(
-        title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7)
-    )
-    axes.set_yticks(range(len(labels)), labels)
-
-
 def _arms_of(report: Report) -> list[str]:
     """Return the arms that ran: a line each on a page; what was planned stands in the rows."""
     rows = (row for row in report.rows if row.metric == THROUGHPUT and row.unit == "tok/s")
@@ -198,7 +181,7 @@ def _arms_of(report: Report) -> list[str]:
 class MIGBenchmark(Benchmark):
     """Show the MIG slices of this machine, and what they gain."""
 
-    wrong = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
+    # Wrong: ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact
     numbers = (Number("timeout_s", "seconds of silence after which ranks have failed", 600.0),)
     tables_in_terminal = False
     tables = (
@@ -215,11 +198,8 @@ class MIGBenchmark(Benchmark):
         ),
     )
     figure = Figure(
-        (
-            Panel(_draw_plan, legend={"fontsize": 8, "loc": "upper right"}, down=True),
-            Panel(_draw_series, legend={"fontsize": 8}),
-        ),
-        size=(11, 4),
+        (Panel(_draw_series, legend={"fontsize": 8}),),
+        size=(6, 4),
     )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
@@ -247,7 +227,7 @@ class MIGBenchmark(Benchmark):
         )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
-        """Report the plan, run what this machine can run, and say why the rest is not run."""
+        """Run what this machine can run, and say why the rest is not run."""
         if args.workers is not None and args.workers < 1:
             raise ConfigError(f"workers = {args.workers}; give 1 or more")
 
@@ -283,7 +263,8 @@ class MIGBenchmark(Benchmark):
             f"preset {preset}, {config.precision}, {config.global_batch_size} sequences per rank"
         )
         nccl = runtime_nccl_version()
-        _add_plan(report, card, found, nccl)
+        report.conditions["card"] = card
+        report.conditions["slices"] = [f"{d.profile or d.name} {d.uuid}" for d in slices]
 
         # Without slices the matrix shows what it would run, and ranks that share a device stand in
         if slices:
@@ -326,49 +307,6 @@ def _card(asked: str | None, slices: list[Device], found: list[Device]) -> str:
             f"card = {card}: its slices are not known here; known: {', '.join(CARDS)}"
         )
     return card
-
-
-def _add_plan(
-    report: Report, card: str, found: list[Device], nccl: tuple[int, int, int] | None
-) -> None:
-    """Add what is found, what a card promises, and the commands that would cut it."""
-    report.conditions["card"] = card
-    report.conditions["slices"] = [_describe_slice(d) for d in found if d.kind == "mig"]
-
-    # NCCL supports several slices of one card only from some version on
-    versions = {"here": nccl, "with torch 2.13's": (2, 29, 7), "with a newer one": (2, 31, 0)}
-    report.conditions["NCCL"] = {}
-    for when, version in versions.items():
-        choice = choose_backend([RankDevice("mig", "", "")] * 2, "auto", version)
-        report.conditions["NCCL"][when] = f"{choice.backend} ({choice.reason})"
-
-    blank = Device("cuda", 0, "", card, CARDS[card] << 30, "")
-    gpu = next((d for d in found if (d.kind, d.name) == ("cuda", card)), blank)
-    report.conditions["to cut it"] = [mig_commands(gpu, p.fit) for p in plan(card)[:2]]
-    for part, fit, sms in plan(card):
-        known = peaks(part) | {
-            "profile": part.profile,
-            "fit": fit,
-            "sms": sms,
-            "memory_bytes": part.memory_bytes,
-        }
-        note = f"predicted, not measured; one of them: {peak_text(known)}"
-        if sms:
-            note += f", {sms} SMs"
-        shares = {"compute": part.compute_fraction, "bandwidth": part.bandwidth_fraction}
-        for bound, share in shares.items():
-            extra = known | {"experiment": "plan", "fraction": share}
-            arm = f"plan: {fit} × {part.profile}"
-            metric = f"speed, {bound}-bound"
-            report.add(arm, metric, "of the card", fit * share, note, extra=extra)
-
-
-def _describe_slice(device: Device) -> str:
-    name = device.profile or device.name
-    memory = f"{device.memory_bytes / 2**30:.1f} GiB"
-    compute = f"{compute_share(device):.3f} of compute"
-    bandwidth = f"{device.bandwidth_fraction:.3f} of bandwidth"
-    return f"{name} {device.uuid} ({memory}, {compute}, {bandwidth}, {peak_text(peaks(device))})"
 
 
 def time_steps(pool: RankPool, config: Config, blocks: int, block_s: float) -> Record:

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench overlap`: what communication costs per bucket size, and what hides it.
+"""`python -m nanoray.bench communication overlap`: what communication costs per bucket size, and what hides it.
 
 One model under DDP for each bucket size, and one that each rank trains alone (no_sync). Every round
 runs a few steps of each in turn, so a slow minute of the machine hits all. Step times are those of
@@ -83,7 +83,7 @@ class OverlapBenchmark(Benchmark):
     """Time a DDP step for several bucket sizes, and the communication that it does not hide."""
 
     joins_torchrun = True
-    wrong = "arms whose gradients have not the norm of the first bucket size's"
+    # Wrong: arms whose gradients have not the norm of the first bucket size's
     numbers = (
         Number("rounds", "rounds of all sizes", usual=20, few=3),
         Number("steps", "steps of one size per round", usual=10, few=4),

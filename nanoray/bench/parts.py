@@ -1,4 +1,4 @@
-"""What the parts of a step take on this machine, and whole steps: for `bench layouts` and `scaling`.
+"""What the parts of a step take on this machine, and whole steps: for `bench layouts predicted` and `scaling`.
 
     collectives_rank()  each collective, with compute between two calls   -> seconds and CPU seconds
     compute_rank()      forward, backward, update without communication   -> seconds
@@ -141,7 +141,10 @@ def _time_compute(mesh: Mesh, order: Record, tp: int, micro: int) -> dict[str, f
     class Silent(Axis):
         """An axis whose sums are the rank's own tensors."""
 
-        def _all_reduce(self, tensor: Any, what: str, op: Any) -> Any:
+        def sum(self, tensor: Any, what: str) -> Any:
+            return tensor
+
+        def max(self, tensor: Any, what: str) -> Any:
             return tensor
 
     shape = shape_of(load_config(preset=order["preset"]))

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench pipeline`: how long pipeline stages wait, measured and in theory.
+"""`python -m nanoray.bench layouts pipeline`: how long pipeline stages wait, measured and in theory.
 
 One rank is one stage. All arms train the same GPT on the same batches, so the schedules must end
 with the same loss, and all but `interleaved`, which computes in other chunks, with the same bits as
@@ -24,6 +24,7 @@ from nanoray.bench.engine import (
 )
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
+from nanoray.bench.harness.plan import numbers_of
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Record, Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
@@ -72,7 +73,7 @@ class PipelineBenchmark(Benchmark):
     """Measure how long the stages of a pipeline wait under each schedule."""
 
     joins_torchrun = True
-    wrong = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
+    # Wrong: ranks whose weights are not those under 1f1b, or whose loss is far from it
     numbers = (
         Number("rounds", "rounds of all arms", usual=10, few=2),
         Number("steps", "steps of an arm per round", usual=8, few=2),
@@ -127,12 +128,9 @@ class PipelineBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
         where = where_from(args)
-        counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
-        if where.workers < 2 or min(counts, default=0) < 1:
-            raise ConfigError(
-                f"workers = {where.workers}, micro = {args.micro}; a pipeline needs 2 ranks, and "
-                "1 micro batch or more, like 2,4,8"
-            )
+        counts = numbers_of(args.micro, "micro", "2,4,8", int)
+        if where.workers < 2:
+            raise ConfigError(f"workers = {where.workers}; a pipeline needs 2 ranks or more")
         arms = arms_of(where.workers, counts, configuration(args, {}).n_layer)
         # What cannot be trained is known before a rank is started
         configs = {name: configuration(args, own) for name, own in arms.items()}

@@ -1,9 +1,8 @@
 """`python -m nanoray.bench precision`: what 16 bits lose, what cures it, what each mode costs.
 
 One process trains a small GPT in every precision, on the same batches, and measures apart:
-gradients that underflow, updates that are lost, Adam's moments, overflow in attention and in
-compressed sums, the loss scale after overflows, and eight bits in the residual stream and in the
-loss. docs/precision/measured.md explains the rows.
+gradients that underflow, updates that are lost, and means over ranks that
+overflow. docs/precision/measured.md explains the rows.
 """
 
 from __future__ import annotations
@@ -65,48 +64,25 @@ NO_SCALE = "lost"
 SCALED = "lost, scaled"
 LATE = "lost, trained"
 LATE_SCALED = "lost, trained, scaled"
-SMALL = "subnormal, trained"
 UPDATES: dict[str, Record] = {name: of for name, of in MODES.items() if name.endswith("_pure")}
 UPDATES |= {name: of for name, of in MODES.items() if name.startswith("bf16_pure, ")}
 STUCK = "never moved"
 WENT = "went"
-PLAIN = "wrong, m and v"
-ROOT = "wrong, scaled m and √v"
 MEANS = ("sum, then divide", "divide, then sum", "by √n, twice")
-KINDS = ("bf16", "bf16_pure", "fp16_pure")
 
 
 # The arms of each study, and what it varies
 LOSS_WEIGHTS = {f"loss × 2^-{k}": k for k in range(0, 25, 4)}
 LEARNING_RATES = {f"lr {lr:.0e}": lr for lr in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)}
-GRADIENTS = {f"gradients of 1e{e}": e for e in range(-1, -8, -1)}
-SIZES = {f"q and k of {size:g}": size for size in (8.0, 16.0, 32.0, 64.0, 128.0)}
 RANK_COUNTS = {f"{n} ranks": n for n in (2, 8, 64, 512, 4096)}
-OVERFLOWS = {f"{n} overflows": n for n in (1, 5, 10, 16)}
-LAYERS = {f"{n} layers": n for n in (2, 8, 32)}
-IN_LOSS = {f"loss in {kind}": kind for kind in ("bf16", "fp16", "fp32")}
 # Columns or curves: two for each way to take the mean
 LOST = (NO_SCALE, SCALED, LATE, LATE_SCALED)
 SUMS = {f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")}
-NOT_FINITE = {
-    f"not finite, {how}": how
-    for how in (
-        "fp16, scaled after",
-        "fp16, scaled before",
-        "fp16, torch's kernel",
-        "bf16, scaled after",
-    )
-}
 
 
 def modes_of(report: Report) -> list[str]:
     """Return the modes that were measured, in their order."""
     return [row.arm for row in report.rows if row.metric == STATE]
-
-
-def _layers_of(report: Report) -> list[str]:
-    rows = (row for row in report.rows if row.arm.startswith("layer ") and row.values)
-    return list(dict.fromkeys(row.arm for row in rows))
 
 
 def _study(
@@ -133,27 +109,6 @@ def _curves(arms: Mapping[str, float], metrics: Iterable[str], axes: Any, report
 
 def _over(arms: Mapping[str, float], metrics: Iterable[str], **axes: str) -> Panel:
     return Panel(partial(_curves, arms, metrics), axes, {"fontsize": 6})
-
-
-def _draw_layers(axes: Any, report: Report) -> None:
-    """Draw zero and subnormal gradients of each layer, one bar on top of the other."""
-    layers = _layers_of(report)
-    bottom = [0.0] * len(layers)
-    for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
-        rows = [report.row(layer, metric) for layer in layers]
-        shares = [row.median if row else 0.0 for row in rows]
-        at = [layer.removeprefix("layer ") for layer in layers]
-        axes.bar(at, shares, bottom=bottom, label=label)
-        bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
-    axes.tick_params(axis="x", rotation=30)
-
-
-def _draw_scales(axes: Any, report: Report) -> None:
-    """Draw that each overflow halves the scale, and only many good steps double it again."""
-    for arm in OVERFLOWS:
-        row = report.row(arm, "scale")
-        if row:
-            axes.plot(row.values, label=row.arm)
 
 
 def _draw_losses(axes: Any, report: Report) -> None:
@@ -187,24 +142,10 @@ class PrecisionBenchmark(Benchmark):
         ),
         _study("lost, %", LOSS_WEIGHTS, {metric: metric for metric in LOST}),
         _study(
-            "gradients of loss × 2^-8, trained, no scale, %",
-            _layers_of,
-            {LATE: "zero", SMALL: "subnormal"},
-        ),
-        _study(
             "weights that never moved, %", LEARNING_RATES, {f"{STUCK}, {n}": n for n in UPDATES}
         ),
         _study("distance, % of float64's", LEARNING_RATES, {f"{WENT}, {n}": n for n in UPDATES}),
-        _study("wrong, %", GRADIENTS, {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"}),
-        _study("not finite, %", SIZES, NOT_FINITE),
         _study("mean in fp16, %", RANK_COUNTS, SUMS),
-        _study(
-            "in a row",
-            OVERFLOWS,
-            {"lowest scale": "lowest scale", LATE: "lost, %"},
-        ),
-        _study("residual stream, % off", LAYERS, {f"error, {kind}": kind for kind in KINDS}),
-        _study("mean loss", IN_LOSS, {"error": "error, nat"}),
     )
     # One picture per claim
     figure = Figure(
@@ -216,11 +157,6 @@ class PrecisionBenchmark(Benchmark):
                 xlabel="k of a loss × 2^-k",
                 ylabel="%",
             ),
-            Panel(
-                _draw_layers,
-                {"title": "the same by layer, loss × 2^-8, no scale", "ylabel": "%"},
-                {"fontsize": 6},
-            ),
             _over(
                 LEARNING_RATES,
                 [f"{WENT}, {name}" for name in UPDATES],
@@ -230,43 +166,10 @@ class PrecisionBenchmark(Benchmark):
                 xscale="log",
             ),
             _over(
-                GRADIENTS,
-                (PLAIN, ROOT),
-                title="AdamW's state in fp16: wrong updates",
-                xlabel="log10 of the gradient",
-                ylabel="%",
-            ),
-            # Attention's logits grow with the square of q and k
-            _over(
-                SIZES,
-                NOT_FINITE,
-                title="attention that is not finite",
-                xlabel="size of q and k",
-                ylabel="%",
-            ),
-            _over(
                 RANK_COUNTS,
                 SUMS,
                 title="mean over ranks in fp16",
                 xlabel="ranks",
-                ylabel="%",
-                xscale="log",
-            ),
-            Panel(
-                _draw_scales,
-                {
-                    "title": "life of a loss scale (growth interval 20)",
-                    "xlabel": "step",
-                    "ylabel": "scale",
-                    "yscale": "log",
-                },
-                {"fontsize": 6},
-            ),
-            _over(
-                LAYERS,
-                [f"error, {kind}" for kind in KINDS],
-                title="error of the residual stream",
-                xlabel="layers",
                 ylabel="%",
                 xscale="log",
             ),
@@ -280,8 +183,8 @@ class PrecisionBenchmark(Benchmark):
                 {"fontsize": 6},
             ),
         ),
-        size=(16, 11),
-        rows=3,
+        size=(11, 7.4),
+        rows=2,
     )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
@@ -359,10 +262,8 @@ def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> Non
     underflow(lab, report, trained, 2 if quick else 3)
     say("updates")
     updates(lab, report, trained, 4 if quick else 20)
-    say("moments, overflow, eight bits")
-    moments(report)
-    overflow(lab, report, trained)
-    eight_bits(lab, report, trained, 2 if quick else 5)
+    say("means")
+    means(lab, report, trained)
 
 
 def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> Record:
@@ -421,16 +322,13 @@ def _add_mode_rows(
 
 
 def underflow(lab: Lab, report: Report, trained: Record, batches: int) -> None:
-    """Count gradients that fp16 makes zero: by loss scale, before and after training, by layer."""
-    from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of, subnormal
+    """Count gradients that fp16 makes zero: by loss scale, before and after training."""
+    from nanoray.bench.precision_lab import gradients, largest_scale, lost
 
     # Fresh weights have large gradients. Late in training they are small, and fp16 loses more.
     first = lab.model()
     late = lab.model()
     late.load_state_dict(trained, strict=False)
-    layers: dict[str, tuple[list[float], list[float]]] = {
-        name: ([], []) for name in pieces_of(late)
-    }
     for arm, k in LOSS_WEIGHTS.items():
         found: dict[str, list[float]] = {name: [] for name in LOST}
         scales = []
@@ -445,17 +343,9 @@ def underflow(lab: Lab, report: Report, trained: Record, batches: int) -> None:
                 found[cured].append(lost(gradients(model, batch, "fp16", 2.0**-k * scale), exact))
                 if model is late:
                     scales.append(scale)
-                # One weight of the loss is broken down by layer.
-                if model is late and k == 8:
-                    for name, (zeros, small) in layers.items():
-                        zeros.append(lost(half, exact, name))
-                        small.append(subnormal(half, name))
         for name, values in found.items():
             report.add(arm, name, "%", values)
         report.add(arm, "scale", "1", scales, "largest without an overflow, up to 2^24")
-    for name, both in layers.items():
-        for metric, values in zip((LATE, SMALL), both, strict=True):
-            report.add(f"layer {name}", metric, "%", values, "loss × 2^-8, no scale")
 
 
 def updates(lab: Lab, report: Report, trained: Record, steps: int) -> None:
@@ -470,37 +360,15 @@ def updates(lab: Lab, report: Report, trained: Record, steps: int) -> None:
             report.add(arm, f"{WENT}, {name}", "%", went, "100: as far as in float64")
 
 
-def moments(report: Report) -> None:
-    """Compare AdamW's first updates with fp16 state with exact ones, by size of the gradient."""
-    from nanoray.bench.precision_lab import adam_in_fp16
-
-    for arm, exponent in GRADIENTS.items():
-        plain, scaled = adam_in_fp16(10.0**exponent)
-        report.add(arm, PLAIN, "%", plain, "off by over a tenth")
-        report.add(arm, ROOT, "%", scaled)
-
-
-def overflow(lab: Lab, report: Report, trained: Record) -> None:
-    """Let attention's logits, sums over ranks, and whole steps overflow."""
+def means(lab: Lab, report: Report, trained: Record) -> None:
+    """Let sums over ranks overflow: of real gradients, not of random numbers."""
     import torch
 
-    from nanoray.bench.precision_lab import (
-        attention_overflow,
-        compressed_mean,
-        gradients,
-        life_of_a_scale,
-        lost,
-    )
+    from nanoray.bench.precision_lab import compressed_mean, gradients
 
-    # Softmax's inputs overflow before the division by the root of the head's size.
-    for arm, size in SIZES.items():
-        for how, bad in attention_overflow(size).items():
-            report.add(arm, f"not finite, {how}", "%", bad)
-    # Sums over ranks: of real gradients, not of random numbers.
     model = lab.model()
-    batch = lab.batch(2000)
     model.load_state_dict(trained, strict=False)
-    exact = gradients(model, batch, "fp32")
+    exact = gradients(model, lab.batch(2000), "fp32")
     flat = torch.cat([g.flatten() for g in exact.values()])
     # As dynamic scaling leaves them: the largest near fp16's limit
     scaled = flat * (2.0**14 / flat.abs().max())
@@ -509,39 +377,6 @@ def overflow(lab: Lab, report: Report, trained: Record) -> None:
             over, zero = compressed_mean(scaled, ranks, how)
             report.add(arm, f"overflow, {how}", "%", over)
             report.add(arm, f"zero, {how}", "%", zero)
-    # A burst of overflows lowers the scale; gradients that are then zero are the price.
-    for arm, count in OVERFLOWS.items():
-        scales = life_of_a_scale(count, 120, interval=20)
-        low = gradients(model, batch, "fp16", min(scales))
-        report.add(arm, "lowest scale", "1", min(scales))
-        report.add(arm, LATE, "%", lost(low, exact), "at the lowest scale")
-        report.add(
-            arm,
-            "scale",
-            "1",
-            scales,
-            "after each of 120 steps; growth interval 20 in place of 1000",
-        )
-
-
-def eight_bits(lab: Lab, report: Report, trained: Record, batches: int) -> None:
-    """Measure what 16 bits in the residual stream and in the loss do to their values."""
-    import torch
-
-    from nanoray.bench.precision_lab import loss_error, stream_error
-
-    # An untrained model is enough: rounding in the stream does not depend on the weights' meaning.
-    for arm, layers in LAYERS.items():
-        for kind in KINDS:
-            error = stream_error(lab, layers, kind)
-            report.add(arm, f"error, {kind}", "%", error, "residual stream, untrained")
-    # Equal logits for all types, so that only the loss itself differs.
-    model = lab.model()
-    model.load_state_dict(trained, strict=False)
-    for arm, kind in IN_LOSS.items():
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
-        errors = [loss_error(model, lab.batch(3000 + i), dtype) for i in range(batches)]
-        report.add(arm, "error", "nat", errors, "log-softmax and mean, equal logits")
 
 
 def add_targets(report: Report) -> None:

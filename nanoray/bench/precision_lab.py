@@ -5,14 +5,12 @@ Each function measures one claim and returns numbers; bench/precision.py makes r
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.base.compat import foreach_mul_
@@ -21,7 +19,6 @@ from nanoray.bench.held import held_bytes
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
 from nanoray.forecast.memory import Sizes, state_memory
-from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import activation_memory
 from nanoray.models.fp8 import use_fp8
 from nanoray.models.gpt import GPT, ModelShape
@@ -33,8 +30,6 @@ from nanoray.models.precision import (
     weight_type,
 )
 from nanoray.train.optim.groups import lr_at, make_optimizer, set_lr
-from nanoray.train.optim.optim16 import EPS, FP16_FACTOR
-from nanoray.train.watch.precision_stats import SMALLEST, layer_of
 
 CPU = torch.device("cpu")
 
@@ -160,25 +155,11 @@ def largest_scale(model: nn.Module, batch: tuple[Tensor, Tensor], weight: float)
     return scale
 
 
-def lost(found: dict[str, Tensor], exact: dict[str, Tensor], layer: str = "") -> float:
-    """Return the percentage of non-zero float32 gradients that become zero.
-
-    Of one layer, or of all.
-    """
-    names = [name for name in exact if not layer or layer_of(name) == layer]
-    there = sum(int((exact[name] != 0).sum()) for name in names)
-    return (
-        100.0
-        * sum(int(((found[name] == 0) & (exact[name] != 0)).sum()) for name in names)
-        / max(1, there)
-    )
-
-
-def subnormal(found: dict[str, Tensor], layer: str) -> float:
-    """Return the percentage of a layer's gradients that fp16 has with fewer than its 11 bits."""
-    grads = [grad.abs() for name, grad in found.items() if layer_of(name) == layer]
-    small = sum(int(((grad > 0) & (grad < SMALLEST["fp16"])).sum()) for grad in grads)
-    return 100.0 * small / max(1, sum(grad.numel() for grad in grads))
+def lost(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Return the percentage of non-zero float32 gradients that become zero."""
+    zeros = sum(int(((found[name] == 0) & (g != 0)).sum()) for name, g in exact.items())
+    there = sum(int((g != 0).sum()) for g in exact.values())
+    return 100.0 * zeros / max(1, there)
 
 
 # Updates.
@@ -224,56 +205,7 @@ def move(
     return 100.0 * same / sum(p.numel() for p in model.parameters()), 100.0 * along / square
 
 
-def adam_in_fp16(size: float, elements: int = 4096) -> tuple[float, float]:
-    """Return the percentage of first updates that are off by over a tenth.
-
-    The gradients are of about `size`. First where m and v are kept in fp16 as they are and eps is
-    added in fp16, then as fp16_pure keeps them.
-    """
-    source = torch.Generator().manual_seed(0)
-    grad = size * torch.randn(elements, generator=source, dtype=torch.float64).abs().add(0.1)
-    exact = grad / (grad + EPS)
-    m = (0.1 * grad).half()
-    v = (0.01 * grad.square()).half()
-    plain = (m / 0.1) / ((v / 0.01).sqrt() + torch.tensor(EPS).half())
-    m = (FP16_FACTOR * 0.1 * grad).half()
-    root = (FP16_FACTOR * 0.1 * grad).half()
-    scaled = (m.double() / FP16_FACTOR / 0.1) / (root.double() / FP16_FACTOR / 0.1 + EPS)
-
-    def wrong(found: Tensor) -> float:
-        return 100.0 * float((~((found.double() / exact - 1).abs() < 0.1)).double().mean())
-
-    return wrong(plain), wrong(scaled)
-
-
 # Overflow.
-
-
-def attention_overflow(size: float, head_dim: int = 64, T: int = 64) -> dict[str, float]:
-    """Return the percentage of attention outputs that are not finite.
-
-    q and k are aligned, with a norm of size·√head_dim.
-    """
-    source = torch.Generator().manual_seed(0)
-    base = torch.randn(1, 1, 1, head_dim, generator=source)
-    q = size * (base + 0.1 * torch.randn(1, 1, T, head_dim, generator=source))
-    k = q.clone()
-    v = torch.randn(1, 1, T, head_dim, generator=source)
-
-    def bad(y: Tensor) -> float:
-        return 100.0 * float((~y.isfinite()).double().mean())
-
-    def plain(dtype: torch.dtype, before: float, after: float) -> Tensor:
-        logits = ((q.to(dtype) * before) @ k.to(dtype).mT) * after
-        return logits.softmax(-1) @ v.to(dtype)
-
-    root = 1 / math.sqrt(head_dim)
-    return {
-        "fp16, scaled after": bad(plain(torch.float16, 1.0, root)),
-        "fp16, scaled before": bad(plain(torch.float16, root, 1.0)),
-        "fp16, torch's kernel": bad(F.scaled_dot_product_attention(q.half(), k.half(), v.half())),
-        "bf16, scaled after": bad(plain(torch.bfloat16, 1.0, root)),
-    }
 
 
 def compressed_mean(scaled: Tensor, ranks: int, how: str) -> tuple[float, float]:
@@ -300,62 +232,6 @@ def compressed_mean(scaled: Tensor, ranks: int, how: str) -> tuple[float, float]
     return 100.0 * float(over), 100.0 * float(((mean == 0) & there).double().sum() / there.sum())
 
 
-def life_of_a_scale(overflows: int, steps: int, interval: int) -> list[float]:
-    """Return the loss scale after each step of a run with overflows from step 10 on."""
-    scaler = LossScaler(CPU, enabled=True)
-    found = []
-    scaler.GROWTH_INTERVAL = interval
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
-    for step in range(steps):
-        weight.grad = torch.full((1,), math.inf if 10 <= step < 10 + overflows else 1.0)
-        scaler.flag_nonfinite(weight.grad.norm(), torch.zeros(()))
-        scaler.step([optimizer])
-        found.append(scaler.tensors()["loss scale"][0].item())
-    return found
-
-
-# Eight bits.
-
-
-@torch.no_grad()
-def stream_error(lab: Lab, layers: int, precision: str) -> float:
-    """Return the relative error, in percent, of an untrained GPT's last residual stream.
-
-    The reference is float64.
-    """
-    torch.manual_seed(lab.config.seed)
-    model = GPT(ModelShape.of(lab.with_settings(n_layer=layers), lab.vocab_size))
-    for p in model.parameters():  # the same weights in both, so that only the arithmetic differs
-        p.copy_(p.bfloat16().float())
-    x, _ = lab.batch(0)
-
-    def stream(model: GPT) -> Tensor:
-        y = model.embed(x)
-        for block in model.blocks:
-            y = block(y)
-        return y.double()
-
-    exact = stream(model.double())
-    model = model.to(weight_type(precision))
-    with autocast("cpu", precision):
-        found = stream(model)
-    return 100.0 * float((found - exact).norm() / exact.norm())
-
-
-@torch.no_grad()
-def loss_error(model: GPT, batch: tuple[Tensor, Tensor], dtype: torch.dtype) -> float:
-    """Return |error| of the mean loss, in nat, where log-softmax and mean run in 16 bits, from equal logits."""
-    x, y = batch
-    stream = model.embed(x)
-    for block in model.blocks:
-        stream = block(stream)
-    logits = model.lm_head(model.norm(stream)).flatten(0, 1).to(dtype)  # (B·T, V)
-    exact = F.cross_entropy(logits.double(), y.flatten())
-    picked = logits.log_softmax(-1).gather(1, y.flatten()[:, None])
-    return abs(float(-picked.mean().double() - exact))
-
-
 def rounds_of(
     runs: dict[str, Training], steps: int, rounds: int
 ) -> Iterator[tuple[str, list[float]]]:
@@ -363,8 +239,3 @@ def rounds_of(
     for turn in range(rounds):
         for name in rotated(list(runs), turn):
             yield name, [runs[name].step() for _ in range(steps // rounds)]
-
-
-def pieces_of(model: nn.Module) -> list[str]:
-    """Return the layers of a model, in its order."""
-    return list(dict.fromkeys(layer_of(shard.piece.name) for shard in whole_shards(model)))

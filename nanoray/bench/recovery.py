@@ -14,11 +14,6 @@ steps, late enough for a spare to be warm. All arms of a round lose the same ran
 step. Part two: one longer run per arm, in which kills arrive by a Poisson process, the same moments
 and ranks for all arms. The arms on Ray share one head, which is up before any of them starts. The
 records of the runs say what happened (killed.py).
-
-Part three, with --drains: the node of a rank is announced to go, and goes. The head and
-two nodes have room for three ranks, and there are two. in_place and spare move the rank before the end.
-torchtrainer has max_preemption_failures, and saves at the notice as Ray's documentation recommends.
-torchft has no use for a notice: Ray Train's watcher of such notices is off with replica groups.
 """
 
 from __future__ import annotations
@@ -27,16 +22,14 @@ import argparse
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command
 from nanoray.bench.harness.plan import (
-    SEE_FAILED,
     BenchPlan,
     add_arms_flag,
     add_training_flags,
@@ -44,28 +37,23 @@ from nanoray.bench.harness.plan import (
     planned,
     rotated,
 )
-from nanoray.bench.harness.processes import Child, ChildFailed, python_in
+from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
 from nanoray.bench.killed import (
-    DRAINED_WORLD,
-    PEER_DRAINS,
     Goodput,
     MeasuredFault,
     TrainingProcess,
     arrivals,
     goodput,
     outage,
-    run_drained,
-    run_undrained,
-    wrong_among,
     wrong_losses,
 )
 from nanoray.bench.peers.torchft import PEER_LIGHTHOUSE, missing
 from nanoray.errors import ConfigError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
-from nanoray.host.slots import Slots, local_slots
+from nanoray.host.slots import local_slots
 
 ON_NANORAY = {  # arm -> flags of nanoray.launch
     "in_place": ["--recovery", "in_place", "--spares", "0"],
@@ -79,7 +67,6 @@ TORCHFT_DEFAULTS = "torchft_defaults"
 ON_TORCHFT = {TORCHFT: {}, TORCHFT_DEFAULTS: {PEER_LIGHTHOUSE: "defaults"}}  # arm -> environment
 TORCHRUN = "torchrun"
 ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHFT_DEFAULTS, TORCHRUN)
-DRAINED_ARMS = ("in_place", "spare", PEER, TORCHFT)
 QUARTILES = "quartiles"
 STANDSTILL = "standstill"
 NOTICED = "of it: until noticed"
@@ -87,25 +74,16 @@ REPEATED = "steps repeated"
 GOODPUT = "goodput"
 HITS = "kills that hit"
 REDONE = "steps repeated, all kills"
-DRAIN_STANDSTILL = "standstill, drained"
-DRAIN_REPEATED = "steps repeated, drained"
-DRAIN_AFTER = "over after, drained"
 # The target: a kill costs TorchTrainer this many times as much as recovery in place
 TIMES_FASTER = 5.0
 MAX_FAILURES = 1000
 ENDLESS = 10**6  # steps of a run that is ended by us
 WARM_STEPS = 50  # of a run under a plan of kills before anything is counted
-DRAINED_NODES = 2  # beside the head: of all three, two have a rank, and one is free
 CLEAN_SHARE = 6  # the time with kills, in multiples of the time without
 
 
-def start(
-    plan: BenchPlan, arm: str, steps: int, name: str, nodes: Mapping[str, Child] | None = None
-) -> TrainingProcess:
-    """Start a run of an arm, on the plan's head, and on the other nodes of a cluster.
-
-    Leaving its `with` block ends it.
-    """
+def start(plan: BenchPlan, arm: str, steps: int, name: str) -> TrainingProcess:
+    """Start a run of an arm, on the plan's head. Leaving its `with` block ends it."""
     flags = {
         "max_steps": steps,
         "log_every": 1,
@@ -114,8 +92,6 @@ def start(
         "checkpoint_every": plan.args.checkpoint_every,
         "placement_timeout_s": 30,
     }
-    if nodes is not None:
-        flags |= {"placement_timeout_s": 60, "cpus_per_worker": 1}
     recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
     argv = command(
         _starter_of(arm), plan.slots.workers, recipe, plan.address, python_in(plan.folder)
@@ -124,7 +100,7 @@ def start(
         # torchrun's own flags must come before `-m nanoray.train`.
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
     env = plan.env | ON_TORCHFT.get(arm, {})
-    return TrainingProcess(argv, env, plan.folder / name, plan.head, nodes)
+    return TrainingProcess(argv, env, plan.folder / name, plan.head)
 
 
 def _starter_of(arm: str) -> str:
@@ -152,15 +128,9 @@ def _standstill(report: Report, arm: str, spread: str) -> str:
     return "skipped" if row and row.skipped else report.cell(arm, STANDSTILL, spread)
 
 
-def _times(head: str, metric: str) -> TableColumn:
-    """Return the column of how many times TorchTrainer's median an arm's is shorter."""
-    return TableColumn(
-        head, lambda report, arm, spread: report.cell(f"{PEER} / {arm}", metric), QUARTILES
-    )
-
-
-def _counted(head: str, metric: str) -> TableColumn:
-    return replace(count_of_rounds(metric), head=head)
+def _times_faster(report: Report, arm: str, spread: str) -> str:
+    """Return how many times TorchTrainer's standstill an arm's is shorter."""
+    return report.cell(f"{PEER} / {arm}", STANDSTILL, spread)
 
 
 def _colour_of(arm: str) -> str:
@@ -196,21 +166,12 @@ def _note(report: Report) -> str:
 class RecoveryBenchmark(Benchmark):
     """Measure how long training stands still when a rank is killed."""
 
-    wrong = "steps whose loss is not that of a run without a kill"
+    # Wrong: steps whose loss is not that of a run without a kill
     numbers = (
         Number("kills", "rounds, with one kill per arm in each", 5, 1, zero=True),
         Number("steps", "optimizer steps of such a run", 1100),
         Number("goodput_s", "seconds of each arm under a plan of kills", 45.0, 0.0, zero=True),
         Number("mean_s", "mean seconds from kill to kill", 10.0),
-        Number(
-            "drains",
-            f"rounds, with one drained node in each arm of {', '.join(DRAINED_ARMS)}",
-            0,
-            zero=True,
-        ),
-        Number("notice_s", "seconds from the notice to the end of a drained node", 15.0),
-        Number("watch_s", "seconds for which a run is watched after the end of a node", 40.0),
-        Number("drain_at", "step of the notice", 800),
         Number("checkpoint_every", "steps", 50),
         Number("seed", "of all moments and ranks", 1337, zero=True),
     )
@@ -222,22 +183,10 @@ class RecoveryBenchmark(Benchmark):
                 TableColumn(f"{STANDSTILL}, s", _standstill, QUARTILES),
                 TableColumn("noticed after, s", NOTICED, QUARTILES),
                 TableColumn(REPEATED, REPEATED, QUARTILES),
-                _times("times faster", STANDSTILL),
-                _counted("kills", STANDSTILL),
+                TableColumn("times faster", _times_faster, QUARTILES),
+                replace(count_of_rounds(STANDSTILL), head="kills"),
                 wrong_of(STANDSTILL),
                 TableColumn(f"{GOODPUT}, %", GOODPUT, QUARTILES),
-            ),
-        ),
-        Table(
-            _with_any(DRAIN_STANDSTILL),
-            (
-                names("arm, a drained node"),
-                TableColumn(f"{STANDSTILL}, s", DRAIN_STANDSTILL, QUARTILES),
-                TableColumn("over, s after the notice", DRAIN_AFTER, QUARTILES),
-                TableColumn(REPEATED, DRAIN_REPEATED, QUARTILES),
-                _times("times shorter", DRAIN_STANDSTILL),
-                _counted("drains", DRAIN_STANDSTILL),
-                wrong_of(DRAIN_STANDSTILL),
             ),
         ),
     )
@@ -280,22 +229,12 @@ class RecoveryBenchmark(Benchmark):
         kills: int = args.kills
         window_s: float = args.goodput_s
         first, last = _parse_between(args)
-        if not (kills or window_s or args.drains):
+        if not (kills or window_s):
             raise ConfigError(
-                f"kills = {kills}, goodput_s = {window_s:g}, drains = {args.drains}: nothing to "
-                "measure; leave them out for 5, 45 and 0"
-            )
-        if args.drains and not set(arms) & set(DRAINED_ARMS):
-            raise ConfigError(
-                f"drains = {args.drains}, but none of the arms {', '.join(arms)} can lose a drained "
-                f"node; name one of {', '.join(DRAINED_ARMS)}, or leave --drains out"
+                f"kills = {kills}, goodput_s = {window_s:g}: nothing to measure; leave them out for "
+                "5 and 45"
             )
         slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-        if args.drains and (slots.devices or slots.workers != DRAINED_WORLD):
-            raise ConfigError(
-                f"drains = {args.drains} needs {DRAINED_WORLD} ranks on CPUs, but there are {slots.workers} on "
-                f"{slots.kind}; use --device cpu --workers {DRAINED_WORLD}"
-            )
         if slots.workers < 2:
             raise ConfigError(
                 f"workers = {slots.workers}: no rank would be left after a kill; use --workers 2 or "
@@ -337,16 +276,6 @@ class RecoveryBenchmark(Benchmark):
                     + ", ".join(f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills)
                 )
                 _measure_goodputs(plan, plan_of_kills, window_s)
-            # The head of the other parts would take a share of the machine.
-            stack.close()
-            plan.head = None
-            if args.drains:
-                report.conditions["drains"] = (
-                    f"{args.drains} round(s) on a head and {DRAINED_NODES} nodes of 1 CPU, the node of a rank "
-                    f"announced after step {args.drain_at}, killed {args.notice_s:g} s later, and "
-                    f"watched for {args.watch_s:g} s more"
-                )
-                _measure_drains(plan)
         _add_targets(report)
 
 
@@ -364,59 +293,6 @@ def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
     return first, last
 
 
-def _repeat(
-    plan: BenchPlan,
-    what: str,
-    rounds: int,
-    once: Callable[[str, int], MeasuredFault],
-    add_rows_of: Callable[[BenchPlan, str, Sequence[MeasuredFault]], None],
-) -> None:
-    """Cause one fault in every arm once per round, and add the rows, however that ends.
-
-    A broken arm reports only its error: the faults that it survived are a biased sample.
-    """
-    found: dict[str, list[MeasuredFault]] = {arm: [] for arm in plan.arms}
-
-    def add_rows() -> None:
-        for arm in plan.arms:
-            add_rows_of(plan, arm, [] if arm in plan.broken else found[arm])
-
-    with part(plan.report, add_rows):
-        for turn in range(rounds):
-            for arm in rotated(plan.arms, turn):
-                if arm in plan.broken:
-                    continue
-                try:
-                    fault = once(arm, turn)
-                except ChildFailed as error:
-                    plan.fail(arm, error)
-                    continue
-                found[arm].append(fault)
-                say(
-                    f"{what} {turn + 1}/{rounds}  {arm:<12}  rank {fault.rank} after step "
-                    f"{fault.step}  stands still {fault.standstill_s:.2f} s  {fault.repeated} "
-                    f"steps repeated  {fault.wrong} wrong"
-                )
-
-
-def _add_standstills(
-    plan: BenchPlan,
-    arm: str,
-    faults: Sequence[MeasuredFault],
-    kind: str,
-    metrics: tuple[str, str],
-    note: str,
-) -> None:
-    """Add an arm's standstills and repeated steps, with all that is known of each fault."""
-    standstill, repeated = metrics
-    wrong = sum(fault.wrong for fault in faults) if faults else None
-    raw = {kind: [fault._asdict() for fault in faults]}
-    seconds = [fault.standstill_s for fault in faults]
-    plan.add(arm, standstill, "s", seconds, note, wrong=wrong, extra=raw)
-    if faults:
-        plan.add(arm, repeated, "steps", [float(fault.repeated) for fault in faults])
-
-
 # Part one: single kills.
 
 
@@ -426,12 +302,27 @@ def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
     # Losses of a run without kills, which every later run must repeat.
     reference = _train_reference(plan)
 
-    def once(arm: str, turn: int) -> MeasuredFault:
-        # The same moment and rank for all arms of a round
-        moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
-        return _kill_once(plan, arm, turn, (moment, turn % plan.slots.workers), reference)
-
-    _repeat(plan, "kill", plan.args.kills, once, _add_kills)
+    found: dict[str, list[MeasuredFault]] = {arm: [] for arm in plan.arms}
+    rounds = plan.args.kills
+    with part(plan.report, lambda: _add_kills(plan, found)):
+        for turn in range(rounds):
+            # The same moment and rank for all arms of a round
+            moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
+            whom = (moment, turn % plan.slots.workers)
+            for arm in rotated(plan.arms, turn):
+                if arm in plan.broken:
+                    continue
+                try:
+                    kill = _kill_once(plan, arm, turn, whom, reference)
+                except ChildFailed as error:
+                    plan.fail(arm, error)
+                    continue
+                found[arm].append(kill)
+                say(
+                    f"kill {turn + 1}/{rounds}  {arm:<12}  rank {kill.rank} after step "
+                    f"{kill.step}  stands still {kill.standstill_s:.2f} s  {kill.repeated} "
+                    f"steps repeated  {kill.wrong} wrong"
+                )
 
 
 def _train_reference(plan: BenchPlan) -> dict[int, float]:
@@ -490,13 +381,23 @@ def _kill_once(
     return MeasuredFault(turn, rank, back.step, back.seconds, back.repeated, wrong, noticed_s)
 
 
-def _add_kills(plan: BenchPlan, arm: str, kills: Sequence[MeasuredFault]) -> None:
-    note = "kill to the next new step"
-    _add_standstills(plan, arm, kills, "kills", (STANDSTILL, REPEATED), note)
-    if kills:
-        noticed = [kill.noticed_s for kill in kills if kill.noticed_s is not None]
-        skipped = "" if noticed else "its log does not say"
-        plan.add(arm, NOTICED, "s", noticed, skipped=skipped)
+def _add_kills(plan: BenchPlan, found: dict[str, list[MeasuredFault]]) -> None:
+    """Add the standstills and repeated steps of each arm, with all that is known of each kill.
+
+    A broken arm reports only its error: the kills that it survived are a biased sample.
+    """
+    for arm in plan.arms:
+        kills = [] if arm in plan.broken else found[arm]
+        wrong = sum(kill.wrong for kill in kills) if kills else None
+        raw = {"kills": [kill._asdict() for kill in kills]}
+        seconds = [kill.standstill_s for kill in kills]
+        note = "kill to the next new step"
+        plan.add(arm, STANDSTILL, "s", seconds, note, wrong=wrong, extra=raw)
+        if kills:
+            plan.add(arm, REPEATED, "steps", [float(kill.repeated) for kill in kills])
+            noticed = [kill.noticed_s for kill in kills if kill.noticed_s is not None]
+            skipped = "" if noticed else "its log does not say"
+            plan.add(arm, NOTICED, "s", noticed, skipped=skipped)
 
 
 # Part two: a plan of kills.
@@ -557,70 +458,8 @@ def _train_under_kills(
     return found, hits
 
 
-# Part three: drained nodes.
-
-
-def _measure_drains(plan: BenchPlan) -> None:
-    """Take a node away from every arm once per round, after a notice, and add the rows."""
-    args = plan.args
-    arms = [arm for arm in DRAINED_ARMS if arm in plan.arms]
-    if not arms:  # the only one was torchft, which is not installed
-        return
-    env = plan.env | {PEER_DRAINS: "1"}
-    slots = Slots("cpu", (), DRAINED_WORLD, "ranks on CPUs")
-    try:
-        # The head has a CPU because Ray's TorchftConfig needs one there: its lighthouse is an actor
-        # that is bound to the controller's node, and on a head without CPUs, which KubeRay
-        # recommends, it is never scheduled.
-        with NodeCluster(plan.folder / "d", env, slots, DRAINED_NODES, head_cpus=1) as cluster:
-            place = {"address": cluster.address, "head": cluster.head, "env": cluster.env}
-            there = replace(plan, arms=arms, broken=set(), **place)  # type: ignore[arg-type]
-            with start(there, arms[0], ENDLESS, "undrained", cluster.nodes) as run:
-                seconds = args.notice_s + args.watch_s
-                reference = run_undrained(run, args.drain_at, seconds, args.timeout_s)
-
-            def once(arm: str, turn: int) -> MeasuredFault:
-                return _drain_once(there, cluster, arm, turn, reference)
-
-            _repeat(there, "drain", args.drains, once, _add_drains)
-    except ChildFailed as error:
-        plan.report.failures.append(f"drained nodes: {error}")
-        say(f"FAILED  drained nodes: {error}")
-        for arm in arms:
-            if plan.report.row(arm, DRAIN_STANDSTILL) is None:
-                plan.report.add(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)
-
-
-def _drain_once(
-    plan: BenchPlan, cluster: NodeCluster, arm: str, turn: int, reference: dict[int, float]
-) -> MeasuredFault:
-    """Run an arm whose node is taken away. Raises ChildFailed."""
-    args = plan.args
-    rank = (turn + 1) % DRAINED_WORLD  # not always the one that writes
-    cluster.fill()
-    with start(plan, arm, ENDLESS, f"{arm}-drained-{turn}", cluster.nodes) as run:
-        seconds = (args.notice_s, args.watch_s, args.timeout_s)
-        pause = run_drained(run, cluster, rank, args.drain_at, *seconds)
-        tolerance = SAME_LOSS if arm in ON_TORCHFT else 0.0  # it goes on with one rank
-        wrong = wrong_among(run.losses(), reference, tolerance)
-    return MeasuredFault(
-        turn, rank, pause.step, pause.seconds, pause.repeated, wrong, after_s=pause.end
-    )
-
-
-def _add_drains(plan: BenchPlan, arm: str, drains: Sequence[MeasuredFault]) -> None:
-    note = "longest time without a new step, from the notice on"
-    _add_standstills(plan, arm, drains, "drains", (DRAIN_STANDSTILL, DRAIN_REPEATED), note)
-    if drains:
-        after = [drain.after_s for drain in drains if drain.after_s is not None]
-        plan.add(arm, DRAIN_AFTER, "s", after, "from the notice to the end of the standstill")
-
-
 def _add_targets(report: Report) -> None:
     """Add the ratios to TorchTrainer, paired by round, and the target."""
-    for arm in DRAINED_ARMS:
-        if arm != PEER:
-            report.compare(PEER, arm, DRAIN_STANDSTILL, f"how many times shorter {arm}'s is")
     for arm in ARMS:
         if arm == PEER:
             row = None

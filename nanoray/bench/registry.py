@@ -1,159 +1,124 @@
-"""The list of benchmarks: `python -m nanoray.bench NAME` runs the one of that name.
+"""The benchmarks: families, and their arms.
 
-A benchmark is imported only when it is used: some import torch or Ray, which takes seconds.
+A benchmark is imported when it is asked for: some import torch or Ray, which takes seconds.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Entry:
     """A benchmark in the list, known without importing it."""
 
+    words: str  # that name it after `nanoray bench`: its family, and its arm if it has one
     summary: str
     load: Callable[[], Benchmark]
     in_all: bool = True  # whether `bench all` runs it; False: it takes long and proves one thing
     quick_flags: tuple[str, ...] = ()  # that `bench all --quick` adds
-    command: str = ""  # that starts it, where it is not `python -m nanoray.bench NAME`
+    command: str = ""  # that starts it, where it is none of `nanoray bench`
+
+    @property
+    def family(self) -> str:
+        return self.words.split()[0]
+
+    @property
+    def program(self) -> str:
+        """Return the command that starts it, as a report has it."""
+        return self.command or f"python -m nanoray.bench {self.words}"
 
 
 def _load(module: str, name: str) -> Benchmark:
-    benchmark: Benchmark = getattr(import_module(f"nanoray.bench.{module}"), name)()
+    benchmark: Benchmark = getattr(import_module(module), name)()
     return benchmark
 
 
-def _at(place: str) -> Callable[[], Benchmark]:
-    """Return the function that loads the class at "module:class" of this folder."""
+def at(place: str) -> Callable[[], Benchmark]:
+    """Return the function that loads the class at "module:class"."""
     return partial(_load, *place.split(":"))
 
 
-# An example of the repository, which an installed nanoray has not
-SPEEDRUN = Path(__file__).resolve().parents[2] / "examples" / "speedrun" / "benchmark.py"
-
-
-def is_there(name: str) -> bool:
-    """Whether a benchmark of the list can be loaded here."""
-    return name != "speedrun" or SPEEDRUN.is_file()
-
-
-def _speedrun() -> Benchmark:
-    if not is_there("speedrun"):
-        raise ConfigError(
-            "bench speedrun is an example of nanoray's repository, and an installed nanoray has no "
-            "examples; run it in a checkout"
-        )
-    spec = spec_from_file_location("speedrun", SPEEDRUN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["speedrun"] = module_from_spec(spec)  # where a dataclass looks it up
-    spec.loader.exec_module(module)
-    benchmark: Benchmark = module.SpeedrunBenchmark()
-    return benchmark
-
-
+# By the names that reports have
 BENCHMARKS = {
     "train": Entry(
+        "train",
         "the same recipe under python, torchrun, nanoray on Ray, and Ray's TorchTrainer",
-        _at("train:TrainBenchmark"),
+        at("nanoray.bench.train:TrainBenchmark"),
         # The other arms start clusters, which takes minutes
         quick_flags=("--arms", "plain,torchrun"),
     ),
     "collectives": Entry(
+        "communication collectives",
         "latency, algbw and busbw of every collective, and its wrong elements",
-        _at("collectives:CollectivesBenchmark"),
+        at("nanoray.bench.collectives:CollectivesBenchmark"),
     ),
     "algorithms": Entry(
+        "communication algorithms",
         "hand-written ring, tree, ... all-reduces against the backend's own",
-        _at("algorithms:AlgorithmsBenchmark"),
+        at("nanoray.bench.algorithms:AlgorithmsBenchmark"),
     ),
     "overlap": Entry(
+        "communication overlap",
         "bucket sizes of DDP: how much communication hides behind the backward pass",
-        _at("overlap:OverlapBenchmark"),
+        at("nanoray.bench.overlap:OverlapBenchmark"),
     ),
     "strategies": Entry(
-        "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
-        _at("strategies:StrategiesBenchmark"),
-    ),
-    "context": Entry(
-        "the memory of a rank against the length of sequences, alone and with context parallelism",
-        _at("context:ContextBenchmark"),
-    ),
-    "hybrid": Entry(
-        "a state sharded over all ranks or in each of two nodes, on slow links between them",
-        _at("hybrid:HybridBenchmark"),
-        in_all=False,
+        "layouts strategies",
+        "DDP, ZeRO, FSDP, 16-bit gradients, cp, tp, pp, ep: step time against memory",
+        at("nanoray.bench.strategies:StrategiesBenchmark"),
     ),
     "pipeline": Entry(
+        "layouts pipeline",
         "how long the stages of a pipeline wait under each schedule, and in theory",
-        _at("pipeline:PipelineBenchmark"),
-    ),
-    "compression": Entry(
-        "gradients in bf16 and fp16: bytes, step time and loss beside float32",
-        _at("compression:CompressionBenchmark"),
-    ),
-    "equivalence": Entry(
-        "every data-parallel mode against one process: losses, weights, bits",
-        _at("equivalence:EquivalenceBenchmark"),
-    ),
-    "scaling": Entry(
-        "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4",
-        _at("scaling:ScalingBenchmark"),
+        at("nanoray.bench.pipeline:PipelineBenchmark"),
     ),
     "layouts": Entry(
+        "layouts predicted",
         "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
-        _at("layouts:LayoutsBenchmark"),
+        at("nanoray.bench.layouts:LayoutsBenchmark"),
+    ),
+    "scaling": Entry(
+        "scaling",
+        "step time from 1 to 4096 ranks: a fitted model, checked at 3 and 4",
+        at("nanoray.bench.scaling:ScalingBenchmark"),
     ),
     "step": Entry(
+        "step cpu",
         "attention, optimizer, precision, compile, ...: what each gains a step on this CPU",
-        _at("step:StepBenchmark"),
+        at("nanoray.bench.step:StepBenchmark"),
         quick_flags=("--presets", "shakespeare-cpu"),
     ),
-    "tune": Entry(
-        "what `nanoray tune` finds, beside the present setting and a full grid",
-        _at("tune:TuneBenchmark"),
-        in_all=False,
-    ),
     "gpu": Entry(
+        "step gpu",
         "the ladder of a step on a GPU: precision, attention, optimizer, compile, batch; MFU",
-        _at("gpu:GPUBenchmark"),
-        in_all=False,
-    ),
-    "speedrun": Entry(
-        "seconds from a command to a validation loss on two CPU cores; all may join",
-        _speedrun,
+        at("nanoray.bench.gpu:GPUBenchmark"),
         in_all=False,
     ),
     "recovery": Entry(
+        "recovery",
         "how long training stands still when a rank is killed; goodput under kills",
-        _at("recovery:RecoveryBenchmark"),
+        at("nanoray.bench.recovery:RecoveryBenchmark"),
         quick_flags=("--arms", "torchrun"),
     ),
     "precision": Entry(
-        "what 16 bits lose in training, by cause, what cures it, and time and memory of each mode",
-        _at("precision:PrecisionBenchmark"),
+        "precision",
+        "what 16 bits lose in training, by cause, and time and memory of each mode",
+        at("nanoray.bench.precision:PrecisionBenchmark"),
     ),
     "mig": Entry(
-        "MIG slices: what is there, what would run where, and what it gains",
-        _at("mig:MIGBenchmark"),
+        "mig",
+        "MIG slices: what one to seven of a card gain, over gloo and NCCL",
+        at("nanoray.bench.mig:MIGBenchmark"),
     ),
     "checkpoint": Entry(
-        "what a checkpoint costs training: nanoray's two modes, torch.save and DCP, against the raw disk",
-        _at("checkpoint:CheckpointBenchmark"),
-    ),
-    "soak": Entry(
-        "half an hour under random faults: the weights of a run without, nothing left behind",
-        _at("soak:SoakBenchmark"),
-        in_all=False,
+        "checkpoint",
+        "what a checkpoint costs training: nanoray, torch.save and DCP, against the raw disk",
+        at("nanoray.bench.checkpoint:CheckpointBenchmark"),
     ),
 }

@@ -30,7 +30,7 @@ import torch
 from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Record, Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
@@ -273,11 +273,8 @@ def _checks(text: str | None, base: int) -> list[int]:
     """Return the numbers of ranks at which the model is checked. Raises ConfigError."""
     if text is None:
         text = f"{base + 1},{base + 2}"
-    try:
-        checks = [int(part) for part in text.split(",")]
-    except ValueError:
-        checks = []
-    if base < 2 or not checks or min(checks) <= base:
+    checks = numbers_of(text, "check", "3,4", int)
+    if base < 2 or min(checks) <= base:
         raise ConfigError(
             f"workers = {base}, check = {text}; fit at 2 ranks or more, and check at more than "
             "that: 3,4"

@@ -5,7 +5,7 @@ ones.
     scaling()         a topology, ranks          -> predicted steps of DDP, by forecast/simulate.py
     add_step_rows()   measured, predicted steps  -> rows with their error, and the target
 
-Arithmetic for `bench scaling` and `bench layouts`: nothing here measures.
+Arithmetic for `bench scaling` and `bench layouts predicted`: nothing here measures.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ import torch
 
 from nanoray.bench.harness.figure import dots, with_values
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.config import Config, resolve_batch
+from nanoray.config import Config
 from nanoray.data.tokenizer import VOCAB as VOCAB
 from nanoray.forecast.fit import Fit
 from nanoray.forecast.links import Cost, Topology, all_reduce, coefficients
-from nanoray.forecast.parallelisms.record import Talk
-from nanoray.forecast.scale import job_of
 from nanoray.forecast.simulate import SimulatedBucket, Step, simulate
-from nanoray.forecast.traffic import talks_of
-from nanoray.mesh.layout import Layout
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel.ddp import default_bucket_mb
@@ -41,18 +37,6 @@ ERROR_LIMIT = 0.15
 def shape_of(config: Config) -> ModelShape:
     """Return the shape of a configuration's GPT, as large as before a text is read."""
     return ModelShape.of(config, VOCAB[config.tokenizer])
-
-
-def communication_of(config: Config, ranks: int, vocab_size: int = 0) -> tuple[list[Talk], Layout]:
-    """Return what a rank of the last stage sends in a step by the forecast, and the ranks' layout.
-
-    vocab_size: 0 takes the one that the tokenizer has before a text is read.
-    """
-    layout = Layout.of(config, ranks)
-    batch = resolve_batch(config, layout.dp)
-    size = vocab_size or VOCAB[config.tokenizer]
-    job = job_of(config, size, batch.global_size, on_gpus=False)
-    return talks_of(job, layout, batch.micro, layout.pp - 1), layout
 
 
 def cost_of(ranks: int, nbytes: float, link: Fit, cpu: Fit | None) -> Cost:

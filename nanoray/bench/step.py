@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench step`: what each option gains a step on CPU, and the ceiling.
+"""`python -m nanoray.bench step cpu`: what each option gains a step on CPU, and the ceiling.
 
 A ladder per preset: each rung is the `base` with one thing changed.
 
@@ -168,7 +168,7 @@ def _draw_ratios(axes: Any, report: Report, preset: str) -> None:
 class StepBenchmark(Benchmark):
     """Measure what each option gains a step on this CPU."""
 
-    wrong = "arms whose loss is not the base's, to 0.1 % in float32 and 2 % in bf16"
+    # Wrong: arms whose loss is not the base's, to 0.1 % in float32 and 2 % in bf16
     numbers = (Number("rounds", "rounds of all arms", usual=5, few=2), LADDER_TIMEOUT)
     tables = (
         Table(

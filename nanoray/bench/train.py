@@ -304,7 +304,7 @@ def _measure_loops(plan: BenchPlan, group: dict[str, Record], shape: dict[str, i
     args = plan.args
     traced = group is TRACED
 
-    # As the baseline's: loops are compared here, number formats in `bench step`. No arm sees a GPU.
+    # As the baseline's: loops are compared here, number formats in `bench step cpu`. No arm sees a GPU.
     values = {"precision": "fp32", "log_every": 10, "timeout_s": args.timeout_s} | shape
     where = (plan.folder, plan.env | {"CUDA_VISIBLE_DEVICES": ""}, "cpu")
     climb = Climb.of_preset(args, plan.report, "", *where, values, args.loop_preset)

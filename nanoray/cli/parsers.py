@@ -31,7 +31,7 @@ SHORT = {"out_dir": "-o"}
 SCALE_FLAGS = {
     "world_size": (
         "N",
-        "with --dry_run: N ranks, which need not exist; prints groups, bytes, memory",
+        "with --dry_run: N ranks, which need not exist; prints batch, model and memory of a rank",
     ),
     "topology": (
         "NAME|FILE",

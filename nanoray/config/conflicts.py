@@ -11,14 +11,14 @@ Callers that have these values pass them to `first`; the message is the same ear
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import chain
 
 import nanoray.config.sizes as sizes
 from nanoray.config.data import IMAGES
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import BY_HAND, CUTS_MODEL, SHARDS_STATE, WHOLE_MODELS
-from nanoray.config.rows import Conflict, Row, Rule, ignored, refused, rule
+from nanoray.config.rows import Row, Rule, ignored, refused, rule
 from nanoray.errors import ConfigError
 
 # ---- what several rows say -----------------------------------------------------------------------
@@ -422,19 +422,3 @@ def refuse_sharing(config: Keys, ranks: int) -> None:
         problem = row.problem(config)
         if problem:
             raise ConfigError(problem)
-
-
-def excluded_layout(
-    config: Keys, dp_mode: str, axes: Mapping[str, int], experts: int
-) -> str | None:
-    """Return which row excludes a layout of the ranks, in a few words without sizes; None if none.
-
-    For the search of layouts, which tries other axes than the configuration's. Rules of arithmetic
-    are not asked.
-    """
-    config = config.model_copy(update={**axes, "dp_mode": dp_mode, "experts": experts})
-    divided = {axis for axis, size in axes.items() if size > 1}
-    for row in TABLE:
-        if isinstance(row, Conflict) and divided & set(row.keys) and row.met(config):
-            return row.brief(config)
-    return None

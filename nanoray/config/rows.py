@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanoray.config.keys import Keys
-from nanoray.config.mesh import CUTS_MODEL
 
 Known = Literal["keys", "flags", "ranks", "device"]
 
@@ -39,12 +38,6 @@ class Condition:
     def value(self, config: Keys) -> str:
         """Write the key and its value, as users give them."""
         return spell(config, self.key)
-
-    def brief(self, config: Keys) -> str:
-        """Write the key and its value, but an axis without its size."""
-        if self.key in CUTS_MODEL:
-            return self.key
-        return self.value(config)
 
 
 def spell(config: Keys, key: str) -> str:
@@ -115,14 +108,6 @@ class Conflict:
             return f"{asked} with {other}: {self.why}; {self.remedy}"
         reason = f"{other} {self.why}".rstrip()
         return f"{asked} would be ignored: {reason}; {self.remedy}"
-
-    def brief(self, config: Keys) -> str:
-        """Return the message without sizes of axes and without the remedy."""
-        asked = self.asked.brief(config)
-        other = self.other.brief(config)
-        if self.ignored:
-            return f"{asked} would be ignored: {other} {self.why}"
-        return f"{asked} with {other}: {self.why}"
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,44 @@
-"""Download a file, with retries for transient errors."""
+"""Download a file, bounded in size."""
 
 from __future__ import annotations
 
-import time
 from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
+from urllib.error import URLError
+from urllib.request import build_opener
 
-TRIES = 3
-BACKOFF_S = (0.3, 1.0)  # pauses between tries
+ANSWER_S = 10.0  # without an answer, after which a download fails
+MAX_BYTES = 64 << 20  # so that a wrong server cannot fill the memory
 
 
 class FetchFailed(Exception):
     """A download failed, or returned something other than the expected file."""
 
-    def __init__(self, reason: str, transient: bool = False, got: str = "nothing") -> None:
+    def __init__(self, reason: str, got: str = "nothing") -> None:
         super().__init__(reason)
-        self.transient = transient
         self.got = got  # sha256 of what arrived
 
 
-def fetch(url: str, tries: int, timeout_s: float) -> bytes:
-    """Read an http(s):// or file:// URL, or a bare path; retry after a transient error.
+def fetch(url: str, answer_s: float = ANSWER_S, most_bytes: int = 0) -> bytes:
+    """Read an http(s):// or file:// URL, or a bare path.
 
-    `timeout_s`: how long the server may be silent. Raises FetchFailed.
+    `answer_s`: seconds without an answer after which it fails. `most_bytes`: 0 is MAX_BYTES. A body
+    may end early: the caller compares a hash. Raises FetchFailed.
     """
+    most_bytes = most_bytes or MAX_BYTES
     if "://" not in url:
         url = Path(url).expanduser().absolute().as_uri()
     # urlopen would also open ftp: and data: URLs.
     if not url.startswith(("http://", "https://", "file://")):
         raise FetchFailed("not an http(s):// or file:// URL")
-    if url.startswith("file://"):
-        tries = 1  # a local error stays
-    for pause_s in BACKOFF_S[: tries - 1]:
-        try:
-            return _try(url, timeout_s)
-        except FetchFailed as error:
-            if not error.transient:
-                raise
-        time.sleep(pause_s)
-    return _try(url, timeout_s)
-
-
-def _try(url: str, timeout_s: float) -> bytes:
     try:
-        with urlopen(url, timeout=timeout_s) as response:
-            data: bytes = response.read()
-            return data
-    except HTTPError as error:
-        # 5xx, 408 (timeout) and 429 (too many requests) may pass; other codes stay.
-        error.close()
-        transient = error.code >= 500 or error.code in (408, 429)
-        raise FetchFailed(f"HTTP {error.code} {error.reason}", transient) from None
-    except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, URLError) else error
-        raise FetchFailed(str(reason) or type(reason).__name__, transient=True) from None
+        # A new opener, because urlopen's global one keeps the proxies of its first call.
+        with build_opener().open(url, timeout=answer_s) as response:
+            body: bytes = response.read(most_bytes + 1)
+    except (OSError, HTTPException, ValueError) as error:
+        reason = error.reason if type(error) is URLError else error
+        raise FetchFailed(str(reason) or type(reason).__name__) from None
+    # One byte more than allowed was read, to notice a file that is too large.
+    if len(body) > most_bytes:
+        raise FetchFailed(f"more than {most_bytes >> 20} MiB, which is no file of ours")
+    return body

@@ -23,9 +23,9 @@ import numpy as np
 from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
-from nanoray.data import cifar10, download
+from nanoray.data import cifar10
 from nanoray.data.dataset import DatasetInfo, absolute, cache_dir, own_data, write
-from nanoray.data.download import FetchFailed, fetch
+from nanoray.data.download import ANSWER_S, FetchFailed, fetch
 from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.verify import verify
@@ -37,8 +37,7 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 _NAMES = ("auto", "shakespeare", "stdlib")
-_TIMEOUT_S = 30.0  # of a silent server
-_QUICK_S = 4.0  # for the only try of dataset auto, which has a fallback
+_QUICK_S = 4.0  # without an answer, where dataset auto has a fallback
 _LOOK_BYTES = 1 << 16  # of a file that may hold tokens
 _STDLIB_BYTES = 4_000_000
 _STDLIB_SKIP = {
@@ -121,7 +120,7 @@ def _shakespeare_or_stdlib(config: Config) -> _Source:
     if config.data_url:
         return _shakespeare(config)
     try:
-        return _get_shakespeare(config, tries=1, timeout_s=_QUICK_S)
+        return _get_shakespeare(config, _QUICK_S)
     except FetchFailed as error:
         source = _stdlib()
         return replace(
@@ -132,7 +131,7 @@ def _shakespeare_or_stdlib(config: Config) -> _Source:
 
 def _shakespeare(config: Config) -> _Source:
     try:
-        return _get_shakespeare(config, tries=download.TRIES, timeout_s=_TIMEOUT_S)
+        return _get_shakespeare(config, ANSWER_S)
     except FetchFailed as error:
         raise DataError(
             f"cannot get Shakespeare from {config.data_url or SHAKESPEARE_URL}: {error} "
@@ -141,7 +140,7 @@ def _shakespeare(config: Config) -> _Source:
         ) from None
 
 
-def _get_shakespeare(config: Config, tries: int, timeout_s: float) -> _Source:
+def _get_shakespeare(config: Config, answer_s: float) -> _Source:
     cached = cache_dir(config) / "shakespeare.txt"
     source = _Source(
         "shakespeare", "shakespeare: Karpathy's tiny Shakespeare, cached", b"", "Shakespeare"
@@ -156,7 +155,7 @@ def _get_shakespeare(config: Config, tries: int, timeout_s: float) -> _Source:
     note = f"shakespeare: Karpathy's tiny Shakespeare, from {url}"
     if source.data:
         note += "; the damaged cached copy was replaced"
-    source = replace(source, data=fetch(url, tries, timeout_s), note=note)
+    source = replace(source, data=fetch(url, answer_s), note=note)
     if source.sha256 != SHAKESPEARE_SHA256:
         raise FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
     write(cached, source.data)

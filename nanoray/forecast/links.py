@@ -103,6 +103,20 @@ def load_topology(name: str) -> Topology:
         raise ConfigError(f"topology {path}: {_problem(error, values)}") from None
 
 
+def complete_topology(name: str) -> Topology:
+    """Read a topology that has all numbers of a prediction. Raises ConfigError."""
+    topology = load_topology(name)
+    missing = [key for key in ("intra", "inter") if not isinstance(getattr(topology, key), Link)]
+    if not topology.peak_tflops:
+        missing.append("peak_tflops")
+    if missing:
+        raise ConfigError(
+            f"topology {name} has no number for {' and '.join(missing)}; write numbers into a YAML "
+            "file, or for this machine run `python -m nanoray.bench layouts`"
+        )
+    return topology
+
+
 def _problem(error: ValidationError, values: Any) -> str:
     """Describe the problem of the first wrong key, with its value."""
     # A link is a Link or the word fit, and fails as both: the mapping is the one that was meant.

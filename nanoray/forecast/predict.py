@@ -1,7 +1,7 @@
 """Predict the step of a GPT in a layout, by formulas: memory and seconds. Nothing is started.
 
     weights_of()               parameters of a stage's rank            ─┐
-    rank_memory.rank_memory()  the state and activations that it holds  ├─► predict(): a step by parts
+    rank_memory.memory_of()    the state and activations that it holds  ├─► predict(): a step by parts
     traffic.talks_of()         its collectives in a step, in bytes      │
     Network                    the seconds of each of them             ─┘
 
@@ -31,7 +31,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from nanoray.config import Batch
 from nanoray.config.mesh import IN_REPLICA, SHARDS_STATE
 from nanoray.forecast.job import Job
 from nanoray.forecast.links import (
@@ -47,12 +46,12 @@ from nanoray.forecast.links import (
 )
 from nanoray.forecast.parallelisms.record import Compute, Talk
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
-from nanoray.forecast.rank_memory import AssumedDevice, rank_memory
+from nanoray.forecast.rank_memory import memory_of
 from nanoray.forecast.simulate import NOTHING, SimulatedBucket, Step, simulate
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import used_by_token
-from nanoray.models.weights import Weights, layers_of, weights_of
+from nanoray.models.weights import layers_of, weights_of
 from nanoray.parallel.schedules import waited
 
 # Simulated one by one; more are simulated in groups, each with the latency of its members
@@ -62,21 +61,6 @@ WAITS = {
     "forward": ("forward", "ring_forward"),
     "backward": ("backward", "ring_again", "ring_backward"),
 }
-
-
-def memory_of(job: Job, layout: Layout, micro: int) -> dict[str, int]:
-    """Return the bytes by part of the rank that needs most: of the first, second or last stage."""
-    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    candidates = [stage_memory(job, layout, micro, stage) for stage in stages]
-    return max(candidates, key=lambda parts: sum(parts.values()))
-
-
-def stage_memory(job: Job, layout: Layout, micro: int, stage: int) -> dict[str, int]:
-    """Return the bytes of a stage's rank by part, for micro batches of `micro` sequences."""
-    config = job.config_at(layout)
-    batch = Batch(micro, job.sequences // (layout.dp * micro), layout.dp)
-    device = AssumedDevice("", job.precision, job.bucket_mb, job.mirrored)
-    return rank_memory(config, job.shape, batch, device, stage)
 
 
 class Network(Protocol):
@@ -149,19 +133,12 @@ class Prediction:
     micro: int
     accum: int
     memory: dict[str, int]
-    talks: list[Talk]
     # Seconds of compute, of exposed communication by axis, and of the bubble; they add up to a step
     parts: dict[str, float]
 
     @property
     def step_s(self) -> float:
         return sum(self.parts.values())
-
-    @property
-    def bubble(self) -> float:
-        """Share of the pipeline's time in which a stage waits for others."""
-        pipeline_s = self.step_s - self.parts["dp"]
-        return self.parts["bubble"] / pipeline_s if pipeline_s else 0.0
 
 
 def flops_of(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
@@ -189,151 +166,185 @@ def flops_of(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
 
 def predict(job: Job, layout: Layout, micro: int, network: Network, speed: Speed) -> Prediction:
     """Predict a step in micro batches of `micro` sequences; they divide a replica's sequences."""
+    memory = memory_of(job, layout, micro)
     # Stages in the middle have neither embedding nor head, so one of the ends is the slowest.
-    ends = sorted({0, layout.pp - 1})
-    steps = [_predict_stage(job, layout, micro, stage, network, speed) for stage in ends]
-    return max(steps, key=lambda step: step.step_s)
+    stages = [
+        StageStep(job, layout, micro, stage, network, speed) for stage in sorted({0, layout.pp - 1})
+    ]
+    parts = max((stage.parts() for stage in stages), key=lambda parts: sum(parts.values()))
+    return Prediction(layout, micro, stages[0].accum, memory, parts)
 
 
-def _predict_stage(
-    job: Job, layout: Layout, micro: int, stage: int, network: Network, speed: Speed
-) -> Prediction:
-    accum = job.sequences // (layout.dp * micro)
-    talks = talks_of(job, layout, micro, stage)
-    tensors = weights_of(job.shape, layout, stage)
-    mode = job.mode(layout)
+class StageStep:
+    """The step of a rank of one stage: its messages, its compute, and what compute waits for."""
 
-    def price(talk: Talk) -> Cost:
-        return network.cost(layout, talk.axis, talk.op, talk.nbytes)
+    def __init__(
+        self, job: Job, layout: Layout, micro: int, stage: int, network: Network, speed: Speed
+    ) -> None:
+        self.job = job
+        self.layout = layout
+        self.network = network
+        self.speed = speed
+        self.accum = job.sequences // (layout.dp * micro)
+        self.talks = talks_of(job, layout, micro, stage)
+        self.tensors = weights_of(job.shape, layout, stage)
 
-    # Compute of one micro batch, undisturbed.
-    rank_share = speed.uncut + (1 - speed.uncut) / layout.tp
-    own_tokens = micro * job.shape.block_size // layout.cp
-    tokens = rank_share * own_tokens
-    forward, backward = flops_of(job, layout, stage)
-    forward_s = forward * tokens / speed.forward_flops
-    backward_s = backward * tokens / speed.backward_flops
-    updated = sum(tensor.numel for tensor in tensors)
-    if mode in SHARDS_STATE:
-        updated = updated // layout.shard_size
-    optimizer_s = speed.optimizer_s * updated
+        # Compute of one micro batch, undisturbed.
+        rank_share = speed.uncut + (1 - speed.uncut) / layout.tp
+        own_tokens = micro * job.shape.block_size // layout.cp
+        tokens = rank_share * own_tokens
+        forward, backward = flops_of(job, layout, stage)
+        self.forward_s = forward * tokens / speed.forward_flops
+        self.backward_s = backward * tokens / speed.backward_flops
 
-    # Compute beside which messages in the midst of a pass travel
-    compute = Compute(job, own_tokens // micro, tokens, speed.forward_flops, speed.backward_flops)
-    hidden_s: dict[str, float] = {}
-    for parallelism in PARALLELISMS:
-        hidden_s |= parallelism.hides(compute)
+        # The update, of the parameters that this rank updates.
+        updated = sum(tensor.numel for tensor in self.tensors)
+        if job.mode(layout) in SHARDS_STATE:
+            updated = updated // layout.shard_size
+        self.optimizer_s = speed.optimizer_s * updated
 
-    def exposed(talk: Talk) -> Cost:
+        # Compute beside which messages in the midst of a pass travel, by their kind.
+        compute = Compute(
+            job, own_tokens // micro, tokens, speed.forward_flops, speed.backward_flops
+        )
+        self.hidden_s: dict[str, float] = {}
+        for parallelism in PARALLELISMS:
+            self.hidden_s |= parallelism.hides(compute)
+
+    def price(self, talk: Talk) -> Cost:
+        """Return the cost of one message of a kind."""
+        return self.network.cost(self.layout, talk.axis, talk.op, talk.nbytes)
+
+    def exposed(self, talk: Talk) -> Cost:
         """Return what compute waits for of one message: all of it, if nothing hides it."""
-        cost = price(talk)
-        if talk.when not in hidden_s:
+        cost = self.price(talk)
+        if talk.when not in self.hidden_s:
             return cost
         # Messages of one kind travel in the same time.
-        together_s = sum(price(other).seconds for other in talks if other.when == talk.when)
+        together_s = sum(
+            self.price(other).seconds for other in self.talks if other.when == talk.when
+        )
         left = 1.0
         if together_s:
-            left = max(0.0, 1 - hidden_s[talk.when] / together_s)
+            left = max(0.0, 1 - self.hidden_s[talk.when] / together_s)
         return Cost(cost.latency_s * left, cost.transfer_s * left, cost.cpu)
 
-    # What a micro batch waits for in the midst of its layers, by pass and by axis.
-    waits = {}
-    alone_s = {each.key: 0.0 for each in PARALLELISMS if each.in_pass}
-    for when, kinds in WAITS.items():
+    def waits(self, when: str) -> Cost:
+        """Return what a pass of a micro batch waits for in the midst of its layers."""
         costs = []
-        for talk in talks:
-            if talk.when in kinds:
-                cost = exposed(talk)
-                costs.append((talk.times / accum, cost))
-                alone_s[talk.axis] += talk.times / accum * cost.seconds
-        waits[when] = in_sequence(costs)
-    gathers_s = sum(
-        _exposed_gather(price(talk), talk.times / accum, forward_s, backward_s)
-        for talk in talks
-        if talk.when == "prefetched"
-    )
+        for talk in self.talks:
+            if talk.when in WAITS[when]:
+                costs.append((talk.times / self.accum, self.exposed(talk)))
+        return in_sequence(costs)
 
-    # Two kinds of micro batch: one that only computes, and one whose backward sends gradients.
-    every_micro_sends = mode == "zero2"
-    sending = accum if every_micro_sends else 1
-    buckets, collective = _buckets(tensors, talks, sending, backward_s, price)
-    # What a pass waits for travels mostly along the innermost axis of a replica.
-    inner = min(IN_REPLICA, key=lambda axis: (layout.steps[axis].size == 1, layout.steps[axis]))
-    one_link = any(network.one_link(layout, inner, axis) for axis in layout.gradient_axes)
-    quiet = Step(forward_s, backward_s, 0.0, (), (waits["forward"], waits["backward"]), one_link)
-    loud = replace(quiet, optimizer_s=optimizer_s, buckets=buckets)
-    quiet_s = simulate(quiet, lambda nbytes: NOTHING, 1, speed.cores, speed.threads).step_s
-    last_s = simulate(loud, collective, network.lanes, speed.cores, speed.threads).step_s
+    def alone_s(self) -> dict[str, float]:
+        """Return the seconds of `waits` by axis, without what travels and computes beside them."""
+        seconds = {each.key: 0.0 for each in PARALLELISMS if each.in_pass}
+        for talk in self.talks:
+            if any(talk.when in kinds for kinds in WAITS.values()):
+                seconds[talk.axis] += talk.times / self.accum * self.exposed(talk).seconds
+        return seconds
 
-    # More threads than cores stretch all compute.
-    stretch = max(1.0, speed.threads / speed.cores)
-    update_s = optimizer_s * stretch
-    other_s = last_s - update_s if every_micro_sends else quiet_s
-    after_s = sum(
-        talk.times * price(talk).seconds for talk in talks if talk.when in ("after", "once")
-    )
-    total_s = last_s + (accum - 1) * other_s + accum * gathers_s + after_s
+    def gathers_s(self) -> float:
+        """Return the seconds that a micro batch waits for weights of units.
 
-    # Split the total into parts. The axes share the waiting in the ratio of their own seconds.
-    compute_s = accum * (forward_s + backward_s) * stretch + update_s
-    waiting_s = accum * quiet_s - (compute_s - update_s)
-    all_alone_s = sum(alone_s.values())
-    parts = {"compute": compute_s}
-    for axis, seconds in alone_s.items():
-        parts[axis] = waiting_s * seconds / all_alone_s if all_alone_s else 0.0
-    parts["dp"] = max(0.0, total_s - compute_s - waiting_s)
-    config = job.config
-    parts["bubble"] = waited(config.pp_schedule, layout.pp, accum, config.chunks) * quiet_s
-    return Prediction(layout, micro, accum, memory_of(job, layout, micro), talks, parts)
+        Each unit is gathered while the one before computes.
+        """
+        hidden_s = min(self.forward_s, self.backward_s)
+        total_s = 0.0
+        for talk in self.talks:
+            if talk.when == "prefetched":
+                each_s = self.price(talk).seconds
+                later = talk.times / self.accum - 1
+                total_s += each_s + max(0.0, later * each_s - hidden_s)
+        return total_s
 
+    def micro_batches_s(self, sending: int) -> tuple[float, float]:
+        """Return the seconds of a micro batch that only computes, and of one that sends gradients.
 
-def _exposed_gather(cost: Cost, count: float, forward_s: float, backward_s: float) -> float:
-    """Return the seconds that a pass waits for weights of units, each gathered while the one before
-    computes.
-    """
-    hidden_s = min(forward_s, backward_s)
-    return cost.seconds + max(0.0, (count - 1) * cost.seconds - hidden_s)
+        The latter ends with the update. `sending`: micro batches of a step that send gradients.
+        """
+        # What a pass waits for travels mostly along the innermost axis of a replica.
+        steps = self.layout.steps
+        inner = min(IN_REPLICA, key=lambda axis: (steps[axis].size == 1, steps[axis]))
+        one_link = any(
+            self.network.one_link(self.layout, inner, axis) for axis in self.layout.gradient_axes
+        )
+        waits = (self.waits("forward"), self.waits("backward"))
+        quiet = Step(self.forward_s, self.backward_s, 0.0, (), waits, one_link)
+        buckets, collective = self.buckets(sending)
+        loud = replace(quiet, optimizer_s=self.optimizer_s, buckets=buckets)
 
+        cores, threads = self.speed.cores, self.speed.threads
+        quiet_s = simulate(quiet, lambda nbytes: NOTHING, 1, cores, threads).step_s
+        loud_s = simulate(loud, collective, self.network.lanes, cores, threads).step_s
+        return quiet_s, loud_s
 
-def _buckets(
-    tensors: tuple[Weights, ...],
-    talks: list[Talk],
-    passes: int,
-    backward_s: float,
-    price: Callable[[Talk], Cost],
-) -> tuple[tuple[SimulatedBucket, ...], Callable[[int], Cost]]:
-    """Return the buckets of one backward, and the function that prices one of them.
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of compute, of exposed communication by axis, and of the bubble."""
+        accum = self.accum
+        # zero2 sends the gradients of every micro batch; the other modes those of the last one.
+        every_micro_sends = self.job.mode(self.layout) == "zero2"
+        quiet_s, last_s = self.micro_batches_s(accum if every_micro_sends else 1)
 
-    Buckets are ready in the reverse order of the tensors. `passes`: backwards of a step that send
-    gradients.
-    """
-    beside = [talk for talk in talks if talk.when == "beside"]
-    if not beside:
-        return (), lambda nbytes: NOTHING
+        # More threads than cores stretch all compute.
+        stretch = max(1.0, self.speed.threads / self.speed.cores)
+        update_s = self.optimizer_s * stretch
+        other_s = last_s - update_s if every_micro_sends else quiet_s
+        after_s = sum(
+            talk.times * self.price(talk).seconds
+            for talk in self.talks
+            if talk.when in ("after", "once")
+        )
+        total_s = last_s + (accum - 1) * other_s + accum * self.gathers_s() + after_s
 
-    total = sum(tensor.numel for tensor in tensors)
-    count = min(MOST_BUCKETS, max(talk.times / passes for talk in beside))
+        # Split the total into parts. The axes share the waiting in the ratio of their own seconds.
+        passes_s = accum * (self.forward_s + self.backward_s) * stretch
+        waiting_s = accum * quiet_s - passes_s
+        alone_s = self.alone_s()
+        all_alone_s = sum(alone_s.values())
+        parts = {"compute": passes_s + update_s}
+        for axis, seconds in alone_s.items():
+            parts[axis] = waiting_s * seconds / all_alone_s if all_alone_s else 0.0
+        parts["dp"] = max(0.0, total_s - parts["compute"] - waiting_s)
+        config = self.job.config
+        turns = waited(config.pp_schedule, self.layout.pp, accum, config.chunks)
+        parts["bubble"] = turns * quiet_s
+        return parts
 
-    # The head's product with the embedding comes first in backward and takes its time there, but
-    # the gradient of the tied embedding is complete only at the very end.
-    early = tensors[0].numel if tensors[0].layer is None else 0
-    done = 0
-    held = 0
-    buckets = []
-    for tensor in reversed(tensors[1:]):
-        done += tensor.numel
-        held += tensor.numel
-        if held >= total / count:
-            ready_s = (early + done) / (early + total) * backward_s
-            buckets.append(SimulatedBucket(ready_s, 4 * held))
-            held = 0
-    buckets.append(SimulatedBucket(backward_s, 4 * (held + tensors[0].numel)))
+    def buckets(self, passes: int) -> tuple[tuple[SimulatedBucket, ...], Callable[[int], Cost]]:
+        """Return the buckets of one backward, and the function that prices one of them.
 
-    # A bucket's share of all gradients has the same share of their latency and of their transfer.
-    all_of_them = in_sequence([(talk.times / passes, price(talk)) for talk in beside])
+        Buckets are ready in the reverse order of the tensors. `passes`: backwards of a step that
+        send gradients.
+        """
+        beside = [talk for talk in self.talks if talk.when == "beside"]
+        if not beside:
+            return (), lambda nbytes: NOTHING
+        tensors = self.tensors
+        total = sum(tensor.numel for tensor in tensors)
+        count = min(MOST_BUCKETS, max(talk.times / passes for talk in beside))
 
-    def collective(nbytes: int) -> Cost:
-        part = nbytes / (4 * total)
-        return Cost(all_of_them.latency_s * part, all_of_them.transfer_s * part, all_of_them.cpu)
+        # The head's product with the embedding comes first in backward and takes its time there,
+        # but the gradient of the tied embedding is complete only at the very end.
+        early = tensors[0].numel if tensors[0].layer is None else 0
+        done = 0
+        held = 0
+        buckets = []
+        for tensor in reversed(tensors[1:]):
+            done += tensor.numel
+            held += tensor.numel
+            if held >= total / count:
+                ready_s = (early + done) / (early + total) * self.backward_s
+                buckets.append(SimulatedBucket(ready_s, 4 * held))
+                held = 0
+        buckets.append(SimulatedBucket(self.backward_s, 4 * (held + tensors[0].numel)))
 
-    return tuple(buckets), collective
+        # A bucket's share of all gradients has the same share of their latency and transfer.
+        whole = in_sequence([(talk.times / passes, self.price(talk)) for talk in beside])
+
+        def collective(nbytes: int) -> Cost:
+            part = nbytes / (4 * total)
+            return Cost(whole.latency_s * part, whole.transfer_s * part, whole.cpu)
+
+        return tuple(buckets), collective

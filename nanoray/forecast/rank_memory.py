@@ -1,6 +1,6 @@
 """The memory of one rank at the peak of a step, by part, and how it is written.
 
-Every dry run, forecast and inspection gets its numbers from `rank_memory`: state by
+Every dry run, search and inspection gets its numbers from `rank_memory`: state by
 `nanoray.forecast.memory`, activations by `nanoray.models.costs` for as many micro batches as the
 timetable of the pipeline keeps in flight.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from nanoray.config import Batch, Config
+from nanoray.forecast.job import AssumedDevice, Job
 from nanoray.forecast.memory import RankSizes, Sizes, rank_state
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
-from nanoray.host.gpus import discover_gpus
 from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
@@ -25,46 +25,11 @@ from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.models.weights import Weights, weights_of
-from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.schedules import in_flight
 
 GB = 1e9
 MIB = 2**20
 MOST_MIB = 10_000  # larger sizes are written in GB
-MOST_STAGES = 8  # of which each gets a line; of more, the one that needs most
-
-
-@dataclass(frozen=True)
-class AssumedDevice:
-    """What a dry run assumes about the device of a rank, which it does not open."""
-
-    kind: str  # cpu | cuda
-    precision: str  # of the run; where it is auto, what such a device usually gets
-    bucket_mb: float
-    mirrored: bool  # each rank also holds a copy of another rank's share
-
-
-def assume_device(config: Config, gpus: bool | None = None) -> AssumedDevice:
-    """Return the assumptions of a dry run about the devices of `config`.
-
-    `gpus`: whether `device = auto` means GPUs; None: whether this machine has any.
-    """
-    # A dry run must not open a device: a CUDA context takes seconds and memory.
-    if config.device == "auto":
-        if gpus is None:
-            gpus = bool(discover_gpus())
-        kind = "cuda" if gpus else "cpu"
-    else:
-        kind = "cpu" if config.device == "cpu" else "cuda"
-
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if kind == "cuda" else "fp32"
-    backend = config.backend
-    if backend == "auto":
-        backend = "nccl" if kind == "cuda" else "gloo"
-    bucket_mb = config.bucket_mb or default_bucket_mb(torch.device(kind))
-    return AssumedDevice(kind, precision, bucket_mb, config.mirrors(backend))
 
 
 def rank_memory(
@@ -82,6 +47,35 @@ def rank_memory(
     state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     activations = stage_activations(config, shape, batch, device.precision, stage)
     return state | activations
+
+
+def largest_rank(
+    config: Config, shape: ModelShape | ResNetShape, batch: Batch, device: AssumedDevice
+) -> tuple[int, dict[str, int]]:
+    """Return the stage whose rank needs most, and the bytes of that rank by part.
+
+    The first stage has the embedding and the last one the head. Of those between, the second keeps
+    the most micro batches.
+    """
+    largest = 0
+    most: dict[str, int] = {}
+    for stage in sorted({0, min(1, config.pp - 1), config.pp - 1}):
+        parts = rank_memory(config, shape, batch, device, stage)
+        if sum(parts.values()) > sum(most.values()):
+            largest, most = stage, parts
+    return largest, most
+
+
+def memory_of(job: Job, layout: Layout, micro: int) -> dict[str, int]:
+    """Return the bytes of the rank that needs most, with micro batches of `micro` sequences."""
+    batch = Batch(micro, job.sequences // (layout.dp * micro), layout.dp)
+    device = AssumedDevice("", job.precision, job.bucket_mb, job.mirrored)
+    return largest_rank(job.config_at(layout), job.shape, batch, device)[1]
+
+
+def fits(parts: Mapping[str, int], memory_gb: float | None) -> bool:
+    """Return whether a rank fits into a device of `memory_gb`, in 1e9 bytes; None: of any size."""
+    return memory_gb is None or sum(parts.values()) <= GB * memory_gb
 
 
 def stage_activations(
@@ -153,13 +147,13 @@ def memory_line(
     batch: Batch,
     precision: str,
     parts: Mapping[str, int],
-    stage: str = "",
+    stage: int = 0,
     limit_gb: float | None = None,
 ) -> str:
     """Return the line of a dry run on the memory of a rank.
 
-    `stage` names the stage where there are several. `limit_gb`: the memory of a rank's device, in
-    1e9 bytes; the sizes are then written in the same unit.
+    `stage`: that of the rank, in a pipeline. `limit_gb`: the memory of a rank's device, in 1e9
+    bytes; the sizes are then written in the same unit.
     """
     mode: str = config.dp_mode
     # With one replica data parallelism shards nothing, so the name of the mode would mislead.
@@ -171,35 +165,14 @@ def memory_line(
     limit = ""
     if limit_gb is not None:
         limit = f" of {limit_gb:g}"
-        if sum(parts.values()) > limit_gb * GB:
+        if not fits(parts, limit_gb):
             limit += ": DOES NOT FIT"
 
+    place = f"stage {stage}, which needs most: " if config.pp > 1 else ""
     guess = " (auto: the device decides)" if config.precision == "auto" else ""
     unit = None if limit_gb is None else "GB"
     about = f"{limit}, {mode} at {precision}{guess}"
-    return f"memory     {stage}{format_memory(parts, unit, about)}"
-
-
-def memory_lines(
-    config: Config,
-    batch: Batch,
-    precision: str,
-    stages: list[dict[str, int]],
-    limit_gb: float | None = None,
-) -> list[str]:
-    """Return a line for each stage, or for the one that needs most if there are many."""
-    if len(stages) == 1:
-        return [memory_line(config, batch, precision, stages[0], limit_gb=limit_gb)]
-    if len(stages) <= MOST_STAGES:
-        return [
-            memory_line(config, batch, precision, parts, f"stage {stage}: ", limit_gb)
-            for stage, parts in enumerate(stages)
-        ]
-    sizes = [sum(parts.values()) for parts in stages]
-    # Of many stages one line is enough: the largest decides whether the layout fits.
-    most = sizes.index(max(sizes))
-    name = f"stage {most} of {len(stages)}, which needs most: "
-    return [memory_line(config, batch, precision, stages[most], name, limit_gb)]
+    return f"memory     {place}{format_memory(parts, unit, about)}"
 
 
 # The sizes of one rank's parameters, by formulas: no model is built, but for a ResNet's.

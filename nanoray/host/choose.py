@@ -15,7 +15,7 @@ from nanoray.host.device import Device
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
 
 # --precision auto: narrower layers were not measured, or their casts cost more than bf16
-# gains (docs/step.md).
+# gains (docs/performance.md).
 BF16_MIN_WIDTH = {"flash": 256, "plain": 128}
 
 # --attention auto: the largest block_size at which plain attention was measured

@@ -139,7 +139,7 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step.
 
     Otherwise it is returned and faulted in again. On CPU activations come from malloc, and
-    `bench step` has an arm with and without it. C libraries without mallopt are left as they are.
+    `bench step cpu` has an arm with and without it. C libraries without mallopt are left as they are.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "mallopt"):

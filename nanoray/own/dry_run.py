@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from nanoray.base.script_errors import one_line
 from nanoray.config import Batch, Config
 from nanoray.forecast.dry_run import batch_line
+from nanoray.forecast.job import assume_device
 from nanoray.forecast.memory import Sizes, state_memory
-from nanoray.forecast.rank_memory import assume_device, memory_line
+from nanoray.forecast.rank_memory import memory_line
 from nanoray.forecast.trial import trial_on_fakes
 from nanoray.mesh.layout import Layout
 from nanoray.own.optimizer import ELEMENTWISE

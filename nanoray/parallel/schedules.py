@@ -1,5 +1,5 @@
-"""The order in which the stages of a pipeline work, as data: ranks, simulator, drawing and tests
-read one timetable.
+"""The order in which the stages of a pipeline work, as data: ranks, dry runs and tests read
+one timetable.
 
 A turn is the forward (F) or backward (B) of one micro batch through one chunk of layers; in
 zero_bubble B computes what the stage before waits for, and W the gradients of weights. Time goes to
@@ -264,21 +264,3 @@ def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> tu
         if sum(kept) > sum(peak):
             peak = kept.copy()
     return tuple(peak)
-
-
-def drawing(table: list[Row]) -> list[str]:
-    """Return one line per stage of a table in which turns take one tick.
-
-    A turn of chunk 1 is F0', of chunk 2 F0''.
-    """
-    cells = []
-    for turns_of_stage in zip(*table, strict=True):
-        cells.append([_cell(turn) for turn in turns_of_stage])
-    width = max(len(cell) for row in cells for cell in row)
-    return [" ".join(cell.rjust(width) for cell in row) for row in cells]
-
-
-def _cell(turn: Turn | None) -> str:
-    if turn is None:
-        return "·"
-    return f"{turn.op}{turn.micro}" + "'" * turn.chunk

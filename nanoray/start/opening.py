@@ -21,7 +21,6 @@ from nanoray.cli import Loaded, require_script
 from nanoray.config import Config, Settings, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
-from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.host.choose import precision_of
 from nanoray.host.device import Device
 from nanoray.host.host import cpu_features
@@ -88,6 +87,8 @@ class Opening:
         if own:
             own(config, ranks, where)
         else:
+            from nanoray.forecast.dry_run import dry_run_lines
+
             batch = resolve_batch(config, Layout.of(config, ranks).dp)
             print("\n".join(dry_run_lines(config, planned.notes, batch, dataset, where)))
         print("\n".join(last_lines(decided)))

@@ -6,19 +6,21 @@ The driver uses it, so torch is imported late.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TypeVar
 
 from nanoray.cli import Loaded, Scale
-from nanoray.config import VOCAB_MULTIPLE, Settings, resolve_batch
+from nanoray.config import VOCAB_MULTIPLE, Config, Settings, resolve_batch
 from nanoray.config.conflicts import refuse
 from nanoray.config.load import run_folder_of
 from nanoray.config.settings import lines_of
 from nanoray.config.sizes import require_divisible, require_groups
+from nanoray.data.cifar10 import CLASSES
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.initial_weights import describe_init
+from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.faults.plan import parse_plan
-from nanoray.forecast import scale as forecast
 from nanoray.mesh.layout import Layout
 
 S = TypeVar("S", bound=Settings)
@@ -170,46 +172,54 @@ def apply_scaling(settings: S, scaling_params: int, dp: int) -> S:
 
 def forecast_at(loaded: Loaded, scale: Scale) -> list[str]:
     """Plan a run at a scale, and return what it would do. Raises ConfigError."""
-    from nanoray.forecast.layouts import factors
+    from nanoray.forecast.dry_run import dry_run_lines, step_lines
+    from nanoray.forecast.links import complete_topology
 
-    if loaded.config.model != "gpt":
+    if loaded.config.model == "own":
         raise ConfigError(
-            f"world_size predicts the layers of a gpt, but model = {loaded.config.model}; drop "
-            "--world_size"
+            "world_size describes ranks by formulas, but model = own has none; use --workers "
+            f"{scale.world_size}"
         )
-    topology = forecast.complete_topology(scale.topology) if scale.topology else None
+    topology = complete_topology(scale.topology) if scale.topology else None
 
-    # The same rules as for a run, in an error that names the factors of the number of ranks.
+    # The same rules as for a run.
     try:
-        dp = Layout.of(loaded.config, scale.world_size).dp
-        dataset = forecast.known_dataset(loaded.config)
-        grown = _grow_batch(loaded, dp)
-        planned = plan(grown, scale.world_size, dataset)
-        resolve_batch(planned.config, dp)
+        dataset = known_dataset(loaded.config)
+        planned = plan(loaded, scale.world_size, dataset)
+        config = planned.config
+        batch = resolve_batch(config, Layout.of(config, scale.world_size).dp)
     except ConfigError as error:
-        raise ConfigError(f"world_size = {factors(scale.world_size)}: {error}") from None
-    about_batch = ""
-    if grown is not loaded:
-        about_batch = f"; {grown.origins['global_batch_size']} (--global_batch_size chooses)"
-    lines = forecast.forecast_lines(planned, dataset, scale, topology, about_batch)
+        raise ConfigError(f"world_size = {scale.world_size}: {error}") from None
+
+    # A topology describes GPUs. Without one, `device = auto` means what this machine has.
+    if topology is None:
+        lines = dry_run_lines(
+            config, planned.notes, batch, dataset, "ranks that need not exist", scale.memory_gb
+        )
+        return [*lines, *last_lines(planned)]
+    size = topology.ranks_per_node
+    where = f"{-(-scale.world_size // size):,} node(s) of {size} ({scale.topology})"
+    memory_gb = scale.memory_gb or topology.memory_gb
+    lines = dry_run_lines(config, planned.notes, batch, dataset, where, memory_gb, on_gpus=True)
+    lines += step_lines(config, dataset, batch, topology, memory_gb)
     return [*lines, *last_lines(planned)]
 
 
-def _grow_batch(loaded: Loaded, dp: int) -> Loaded:
-    """Return settings whose batch divides over dp replicas.
+def known_dataset(config: Config) -> DatasetInfo:
+    """Return a description of the data that is as true as it can be without reading them.
 
-    The global batch of a preset grows until it does; one given by the user does not: ConfigError.
+    Only a text or folder of the user's own, and epochs, are read.
     """
-    config = loaded.config
-    try:
-        resolve_batch(config, dp)
-    except ConfigError:
-        if config.scaling != "none" or "global_batch_size" in loaded.given:
-            raise
-    else:
-        return loaded
-    # Whole micro batches for every replica, and at least as many sequences as were given.
-    unit = (config.micro_batch_size or 1) * (config.grad_accum_steps or 1) * dp
-    size = -(-config.global_batch_size // unit) * unit
-    grown = f"grown from {config.global_batch_size} sequences to {size} to divide"
-    return loaded.set({"global_batch_size": size}, grown)
+    if config.model == "resnet":
+        return DatasetInfo(
+            config.dataset, "not read", Path(), "uint8", len(CLASSES), 0, 0, "", "", {}, "images"
+        )
+    from nanoray.data.tokenizer import VOCAB
+
+    if config.num_epochs or config.dataset not in ("auto", "shakespeare", "stdlib"):
+        return prepare(config)
+    tokenizer = config.tokenizer
+    if config.dataset == "stdlib" and tokenizer == "auto":
+        tokenizer = "byte"
+    note = f"not read: tokenizer {tokenizer} is assumed"
+    return DatasetInfo(config.dataset, note, Path(), "uint16", VOCAB[tokenizer], 0, 0, "", "", {})

@@ -18,9 +18,9 @@ from nanoray.config.load import make_config
 from nanoray.config.mesh import AXES, SHARDS_STATE
 from nanoray.errors import ConfigError
 from nanoray.forecast.job import Job
-from nanoray.forecast.layouts import candidates, refusal, total
+from nanoray.forecast.layouts import candidates, refusal
 from nanoray.forecast.parallelisms.record import divisors
-from nanoray.forecast.predict import memory_of
+from nanoray.forecast.rank_memory import memory_of
 from nanoray.host.choose import cannot_compile
 from nanoray.mesh.layout import Layout
 from nanoray.tune.asked import COMPRESSION, MASKS, NORMS, PRECISION
@@ -247,7 +247,7 @@ def memory_bytes(here: TunedRun, config: Config) -> int:
         bucket_mb=config.bucket_mb or here.job.bucket_mb,
         sequences=batch.global_size,
     )
-    return total(memory_of(job, layout, batch.micro))
+    return sum(memory_of(job, layout, batch.micro).values())
 
 
 def words(choice: Choice) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.harness import leaks
 from nanoray.launch.ray_compat import has_tokens
+from tests.harness import leaks
 from tests.harness.cluster import (
     ROOT,
     TOKEN,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.harness import leaks
+from tests.harness import leaks
 from tests.harness.cluster import Cluster, end_session, in_driver, left_behind, no_actors_left
 from tests.harness.commands import run, wait_for
 
@@ -30,7 +30,14 @@ TINY = (
 
 def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict[str, Any]:
     """Run the benchmark in a process of its own; return its conditions once all came out right."""
-    command = ("nanoray.bench", "collectives", *TINY, "--launcher", "ray", "--json", str(out))
+    command = (
+        "nanoray.bench",
+        "communication",
+        "collectives",
+        *TINY,
+        "--json",
+        str(out),
+    )
     done = run(*command, "--workers", str(ranks), *flags, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("OK  3 rows")
@@ -75,7 +82,7 @@ def test_on_two_nodes_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None
     alive = "print(json.dumps(sum(node['Alive'] for node in ray.nodes())))"
     try:
         wait_for(lambda: in_driver(cluster, alive) == 2, 120)
-        told = collectives(tmp_path / "c.json", env=cluster.env, ranks=3)
+        told = collectives(tmp_path / "c.json", "--ray_address", "auto", env=cluster.env, ranks=3)
         # Ranks are sorted by node id, which Ray draws: the head may come first or second.
         assert (told["ranks"]["started by"], told["ranks"]["on hosts"]) in [
             ("ray", "2 (2 + 1)"),

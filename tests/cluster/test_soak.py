@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.bench import __main__ as bench
-from nanoray.bench import soak
-from nanoray.bench.chaos import KILL_NODE, WEIGHTS, SeenRun, kinds
-from nanoray.bench.harness import leaks
+from tests.harness import leaks
 from tests.harness.cluster import ROOT
 from tests.harness.commands import wait_for
+from tests.stress import __main__ as stress
+from tests.stress import soak
+from tests.stress.chaos import KILL_NODE, WEIGHTS, SeenRun, kinds
 
 SHORT = (
     "--minutes",
@@ -46,7 +46,7 @@ def test_a_short_soak_ends_with_the_weights_of_a_run_without_faults(
     found, log = tmp_path / "soak.json", tmp_path / "output.txt"
     flags = ["--json", str(found), "--figure", str(tmp_path / "soak.svg"), "--dataset", str(text)]
     with log.open("w") as stream:
-        command = [sys.executable, "-m", "nanoray.bench", "soak", *SHORT, *flags]
+        command = [sys.executable, "-m", "tests.stress", "soak", *SHORT, *flags]
         code = subprocess.run(
             command, cwd=ROOT, stdout=stream, stderr=stream, timeout=600
         ).returncode
@@ -168,7 +168,7 @@ def test_leaks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.full
 def test_an_interrupted_soak_ends_all_that_it_started(text: Path) -> None:
     temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
-    command = [sys.executable, "-m", "nanoray.bench", "soak", *SHORT, "--dataset", str(text)]
+    command = [sys.executable, "-m", "tests.stress", "soak", *SHORT, "--dataset", str(text)]
     soaking = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"TMPDIR": temp}, stderr=subprocess.PIPE, text=True
     )
@@ -205,5 +205,5 @@ def test_an_interrupted_soak_ends_all_that_it_started(text: Path) -> None:
 def test_flags_that_cannot_be(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main(["soak", *flags]) == 2
+    assert stress.main(["soak", *flags]) == 2
     assert text in capsys.readouterr().err

@@ -6,13 +6,13 @@ It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that bund
 Of those it takes from build/gpu-day what this Python cannot import. It lies here and not in the
 package because it runs the tests of this folder: an installed nanoray has none.
 
-    search for gpt2-124m         the fastest settings                             bench tune
-    ladder of gpt2-124m          what each change gains a step                    bench gpu
-    seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench gpu
+    search for gpt2-124m         the fastest settings                             tests.stress tune
+    ladder of gpt2-124m          what each change gains a step                    bench step gpu
+    seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench step gpu
     features                     each kernel and number format                    tests/gpu/features.py
     tests/gpu                                                                     pytest
-    ladder of shakespeare-char   what each change gains a step of it              bench gpu
-    equivalence of two ranks     on one card, against one process                 bench equivalence
+    ladder of shakespeare-char   what each change gains a step of it              bench step gpu
+    equivalence of two ranks     on one card, against one process                 tests.stress equivalence
 
 Each part is a command in a process of its own, and those of one feature or rung are, too: what
 hangs or crashes costs its own row. A part has a share of the budget, and the time that earlier ones
@@ -69,7 +69,7 @@ class DayPart:
 
 def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     """Return the parts in their order: what says most in least time comes first."""
-    bench = ["nanoray.bench", "gpu", "--device", device]
+    bench = ["nanoray.bench", "step", "gpu", "--device", device]
     bench += ["--dataset", args.dataset, "--timeout_s", "90"]
     rungs = "ladder"
     if device == "cpu":
@@ -89,7 +89,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     features = ("tests.gpu.features", device, "--features", args.features, *limit)
     where = ("--device", "cpu") if device == "cpu" else ("--share_devices",)
     two_ranks_s = LEAST_S if device == "cpu" else 90.0  # they have no budget of their own
-    two_ranks = ("nanoray.bench", "equivalence", "--quick", "--workers", "2", *where)
+    two_ranks = ("tests.stress", "equivalence", "--quick", "--workers", "2", *where)
     # Without the conftest.py of all tests, which wants Ray and hypothesis
     folder = str(ROOT / TESTS)
     tests = ["pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder]
@@ -99,7 +99,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     gpt2, char = "gpt2-124m", "shakespeare-char"
     # On a CPU, to try it out, the smallest subject
     tuned = ("encoder", "--quick", "--workers", "1") if device == "cpu" else (gpt2, "--compile")
-    tune = ("nanoray.bench", "tune", "--most", "0", "--device", device, "--subjects", *tuned)
+    tune = ("tests.stress", "tune", "--most", "0", "--device", device, "--subjects", *tuned)
     tune += () if args.quick or device == "cpu" else ("--rounds", "5")
     return [
         DayPart(f"search for {gpt2}", tune, 200, "tune", True, COMPARE_S),
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 1
-        report = Report("gpu_day", conditions("gpu_day", argv or sys.argv[1:], COMMAND))
+        report = Report("gpu_day", conditions(COMMAND, argv or sys.argv[1:]))
         report.conditions["device"] = f"{gpus[0].name} {gpus[0].profile}".strip() if gpus else "cpu"
         report.conditions["python"] = sys.executable
         report.conditions["from the bundle"] = bundled

@@ -484,7 +484,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unknown feature {name}; known: {', '.join(FEATURES)}")
 
     deadline = time.monotonic() + args.budget_s
-    report = Report("gpu_features", conditions("gpu_features", argv or sys.argv[1:], COMMAND))
+    report = Report("gpu_features", conditions(COMMAND, argv or sys.argv[1:]))
     for name in names:
         left_s = deadline - time.monotonic()
         if left_s < LEAST_S:

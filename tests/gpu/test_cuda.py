@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.bench.equivalence import ADAMW, ENTRY, MODES, SGD
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
 from nanoray.config import load_config
@@ -20,6 +19,7 @@ from nanoray.parallel import cp_blocks
 from nanoray.state.state_dict import StateDict
 from tests.gpu.conftest import backend
 from tests.harness import commands
+from tests.stress.equivalence import ADAMW, ENTRY, MODES, SGD
 
 DEVICE = torch.device("cuda", 0)
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.bench.equivalence import ENTRY, LIMITS, LOSS, NORM, WEIGHT_LIMIT
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
 from nanoray.state.state_dict import StateDict
 from tests.harness.ranks import make_spec, run_ranks, series
+from tests.stress.equivalence import ENTRY, LIMITS, LOSS, NORM, WEIGHT_LIMIT
 
 
 def run(
@@ -26,7 +26,7 @@ def run(
     cases: list[dict[str, Any]],
     alone: bool = False,
 ) -> list[Any]:
-    """Train arms of `bench equivalence` on a pool's ranks; `alone`: also the whole batch."""
+    """Train arms of `tests.stress equivalence` on a pool's ranks; `alone`: also the whole batch."""
     return [*pools(ranks).run(ENTRY, {"arms": arms, "cases": cases, "alone": alone})]
 
 

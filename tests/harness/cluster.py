@@ -25,11 +25,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoray.bench.harness import leaks
 from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
 from nanoray.checkpoint.find import newest_valid
 from nanoray.launch.ray_compat import numbers_of
 from nanoray.train.guard import certificate
+from tests.harness import leaks
 from tests.harness.commands import ROOT, START_S, Command, torchrun, wait_for
 from tests.harness.ports import free_port
 from tests.harness.ranks import only_run

@@ -53,7 +53,7 @@ _TORCH = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tenso
 _OF_RAY = ["requests", "jsonschema", "google.protobuf.internal.builder", "filelock", "msgpack"]
 _OURS = ["nanoray.train.rank", "nanoray.train.report", "nanoray.cli", "nanoray.own.program"]
 _OURS += ["nanoray.own.engine"]
-_OF_BENCH = ["nanoray.bench.arm", "nanoray.bench.equivalence", "matplotlib.pyplot"]
+_OF_BENCH = ["nanoray.bench.arm", "tests.stress.equivalence", "matplotlib.pyplot"]
 # A rank whose function stands in a file of tests imports that file, and what it imports.
 _OF_TESTS = ["pytest", "hypothesis", __name__]
 _OF_TESTS += [f"tests.harness.{name}" for name in ("elastic", "ranks", "zoo_ranks", "frozen")]

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoray.base.compat import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
-from nanoray.bench import equivalence
 from nanoray.data.sequence_part import SequencePart
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel import cp, cp_blocks
+from tests.stress import equivalence
 
 Emit = Callable[[Any], None]
 
@@ -84,7 +84,7 @@ def planted(bug: str) -> Any:
 
 
 def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Emit) -> None:
-    """Run the function of `bench equivalence` with the order's bug, and remove the bug. (all ranks)"""
+    """Run the function of `tests.stress equivalence` with the order's bug, and remove the bug. (all ranks)"""
     with planted(order.get("bug", "")):
         equivalence.measure_rank(mesh, order, emit)
 

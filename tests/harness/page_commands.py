@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from nanoray.cli import parse_args
@@ -142,7 +143,7 @@ def check_nanoray(words: list[str], complete: bool) -> None:
     else:
         found = find_parsers(name)
         if "" not in found:
-            subcommand, *rest = rest
+            subcommand, rest = split_subcommand(rest, found)
             assert subcommand in found, f"nanoray {name} has no {subcommand}"
             parsers = found[subcommand]
         else:
@@ -156,6 +157,12 @@ def check_nanoray(words: list[str], complete: bool) -> None:
             require_kubectl()
             dry = [*words[1:], *(["--dry_run"] if words[1] == "submit" else [])]
             assert importlib.import_module(COMMANDS["kube"][0]).main(dry) == 0
+
+
+def split_subcommand(words: list[str], known: Iterable[str]) -> tuple[str, list[str]]:
+    """Return the subcommand of one or two words that a command line begins with, and the rest."""
+    count = 2 if " ".join(words[:2]) in known else 1
+    return " ".join(words[:count]), words[count:]
 
 
 def check_flags_of_a_run(words: list[str]) -> None:
@@ -176,8 +183,9 @@ def options_of_nanoray(name: str, words: list[str]) -> set[str]:
     """Return the flags of a command, or of its subcommand if one stands there."""
     found = find_parsers(name)
     if "" not in found and words and not words[0].startswith("-"):
-        assert words[0] in found, f"nanoray {name} has no {words[0]}"
-        found = {words[0]: found[words[0]]}
+        subcommand, _ = split_subcommand(words, found)
+        assert subcommand in found, f"nanoray {name} has no {subcommand}"
+        found = {subcommand: found[subcommand]}
     actions = [
         action for parsers in found.values() for parser in parsers for action in parser._actions
     ]

@@ -10,9 +10,10 @@ from contextlib import redirect_stderr
 from typing import Any
 from unittest import mock
 
-from nanoray.bench.registry import BENCHMARKS, is_there
+from nanoray.bench.registry import BENCHMARKS
 from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.parsers import Parser, build_parser
+from nanoray.launch.program.__main__ import build_parser as parser_of_programs
 
 # Commands whose flags are those of a run, and commands that take these besides their own
 RUNS = ("train", "launch", "check")
@@ -31,8 +32,12 @@ def find_parsers(command: str) -> dict[str, list[ArgumentParser]]:
     """Return the parsers of a command, by subcommand; "" for a command without any."""
     if command in RUNS:
         return {"": [_parser_of_runs()]}
+    if command == "run":  # what follows its flags belongs to the program
+        return {"": [parser_of_programs()]}
     if command == "bench":
-        words = [*filter(is_there, BENCHMARKS), "all"]
+        entries = BENCHMARKS.values()
+        families = (entry.family for entry in entries)
+        words = [*dict.fromkeys([*(entry.words for entry in entries), *families, "all"])]
     else:
         words = _subcommands(command)
     return {word: _parsers_of(command, word) for word in words}

@@ -11,7 +11,6 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.bench import equivalence
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
@@ -19,6 +18,7 @@ from nanoray.models import moe
 from nanoray.parallel import ep, pp, stream, tp, tp_experts
 from nanoray.parallel.buckets import Bucket, Buckets
 from nanoray.parallel.fsdp import FSDP
+from tests.stress import equivalence
 
 
 def share(patch: Any) -> None:

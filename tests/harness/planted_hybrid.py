@@ -1,4 +1,4 @@
-"""Bugs of hybrid sharding, planted on a pool's ranks for `bench equivalence`."""
+"""Bugs of hybrid sharding, planted on a pool's ranks for `tests.stress equivalence`."""
 
 from __future__ import annotations
 

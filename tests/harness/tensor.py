@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.bench.equivalence import small_gpt
 from nanoray.config import make_config
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
+from tests.stress.equivalence import small_gpt
 
 
 def dropout_masks(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:

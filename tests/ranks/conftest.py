@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-import nanoray.bench.__main__ as bench
-from nanoray.bench import equivalence
+import tests.stress.__main__ as stress
 from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.rank_pool import RankPool, Where
+from tests.stress import equivalence
 
 Pools = Callable[[int], RankPool]
 # Arm -> the metrics in which it is wrong; an arm that is right has none
@@ -50,7 +50,7 @@ def shared_ranks(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any
             return nullcontext(pools(where.workers))
 
         monkeypatch.setattr(benchmark, "RankPool", pool)
-        monkeypatch.setattr(bench, "RankPool", pool, raising=False)
+        monkeypatch.setattr(stress, "RankPool", pool, raising=False)
 
     return share
 
@@ -59,7 +59,7 @@ def shared_ranks(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any
 def planted(
     shared_ranks: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Wrong]:
-    """Run `bench equivalence` in one case with a bug of tests/harness/planted.py; it must fail.
+    """Run `tests.stress equivalence` in one case with a bug of tests/harness/planted.py; it must fail.
     Return what is wrong.
 
     arms: those of the benchmark, or others.
@@ -80,7 +80,7 @@ def planted(
             "--quick",
             f"--json={tmp_path / 'e.json'}",
         ]
-        assert bench.main(flags) == 1
+        assert stress.main(flags) == 1
         wrong: Wrong = {}
         for row in json.loads((tmp_path / "e.json").read_text())["rows"]:
             wrong.setdefault(row["arm"], set()).update({row["metric"]} if row["wrong"] else ())

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench import equivalence
-from nanoray.bench.equivalence import ADAMW, EXPERTS, SGD
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools, Wrong
+from tests.stress import equivalence
+from tests.stress.equivalence import ADAMW, EXPERTS, SGD
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 DEEP = {"n_layer": 4}

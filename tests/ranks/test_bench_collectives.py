@@ -253,6 +253,7 @@ def test_two_ranks_from_the_command_line(
     ]
     code = main(
         [
+            "communication",
             "collectives",
             *flags,
             "--json",
@@ -348,7 +349,7 @@ def test_one_rank_has_no_busbw(
         "--json",
         str(tmp_path / "c.json"),
     ]
-    assert main(["collectives", *flags, "--figure", str(tmp_path / "c.svg")]) == 0
+    assert main(["communication", "collectives", *flags, "--figure", str(tmp_path / "c.svg")]) == 0
     rows = rows_of(tmp_path / "c.json")
     row = rows["all_reduce", "float32", 1024, True]
     assert (row["busbw_gbps"], row["share_of_copy"], row["metric"], row["wrong"]) == (
@@ -375,7 +376,7 @@ def test_one_rank_has_no_busbw(
 def test_wrong_flags_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["collectives", "--device", "cpu", "--workers", "2", *flags]) == 2
+    assert main(["communication", "collectives", "--device", "cpu", "--workers", "2", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -405,7 +406,18 @@ def test_a_killed_rank_leaves_the_rows_and_is_named(
         "all_reduce,all_gather",
     ]
     assert (
-        main(["collectives", *flags, "--timeout_s", "60", "--json", str(tmp_path / "c.json")]) == 1
+        main(
+            [
+                "communication",
+                "collectives",
+                *flags,
+                "--timeout_s",
+                "60",
+                "--json",
+                str(tmp_path / "c.json"),
+            ]
+        )
+        == 1
     )
     assert [key[0] for key in rows_of(tmp_path / "c.json")] == ["all_reduce"]
     (failure,) = json.loads((tmp_path / "c.json").read_text())["failures"]

@@ -1,4 +1,4 @@
-"""bench gpu: its rungs on a CPU and a tiny model, what it refuses, and its verdicts by hand."""
+"""bench step gpu: its rungs on a CPU and a tiny model, what it refuses, and its verdicts by hand."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_rungs_and_the_baby_on_a_cpu(
         presets,
     ]
     flags += ["--arms", ",".join(arms), "--data_dir", str(tmp_path / "cache")]
-    assert bench.main(["gpu", *flags, "--json", str(out), "--figure", str(figure)]) == 0
+    assert bench.main(["step", "gpu", *flags, "--json", str(out), "--figure", str(figure)]) == 0
     rows: dict[tuple[str, str, str], dict[str, Any]] = {
         (r["arm"], r["metric"], r["unit"]): r for r in json.loads(out.read_text())["rows"]
     }
@@ -180,7 +180,7 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
         ),
         (["--arms", "+ bf16"], "arms = + bf16; the base is needed: add float32"),
         (["--rounds=-1"], "rounds = -1"),
-        (["--presets", "gpt2"], "unknown preset gpt2; known: "),
+        (["--presets", "gpt2"], "unknown preset gpt2; known: shakespeare-char, gpt2-124m"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -190,7 +190,7 @@ def test_what_cannot_be_measured_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu, "discover_gpus", list)
-    assert bench.main(["gpu", *flags]) == ConfigError.exit_code
+    assert bench.main(["step", "gpu", *flags]) == ConfigError.exit_code
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
@@ -243,7 +243,7 @@ def test_a_rung_that_fails_costs_its_own_row_and_the_others_run(
     out = tmp_path / "g.json"
     flags = ["--device", "cpu", "--quick", "--settings", TINY, "--dataset", str(text)]
     flags += ["--presets", "shakespeare-char", "--arms", f"{TF32},{BASE}", "--json", str(out)]
-    assert bench.main(["gpu", *flags, "--data_dir", str(tmp_path / "cache")]) == 1
+    assert bench.main(["step", "gpu", *flags, "--data_dir", str(tmp_path / "cache")]) == 1
     report = json.loads(out.read_text())
     rows = {(row["arm"], row["metric"]): row for row in report["rows"]}
     assert "loss_chunk = 1 with precision = bf16_pure" in report["failures"][0]

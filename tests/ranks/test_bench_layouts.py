@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench layouts`: a real quick run at 2 and 4 ranks, and its predictions from
+"""`python -m nanoray.bench layouts predicted`: a real quick run at 2 and 4 ranks, and its predictions from
 links made up.
 """
 
@@ -80,7 +80,7 @@ def test_wrong_flags_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layouts, "RankPool", lambda where: pytest.fail("it started ranks"))
-    assert bench.main(["layouts", "--device", "cpu", *flags]) == 2
+    assert bench.main(["layouts", "predicted", "--device", "cpu", *flags]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -91,7 +91,18 @@ def test_a_real_quick_run(
     files = [
         f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))
     ]
-    argv = ["layouts", "--quick", "--device", "cpu", "--preset", "tiny", "--ranks", "2,4", *files]
+    argv = [
+        "layouts",
+        "predicted",
+        "--quick",
+        "--device",
+        "cpu",
+        "--preset",
+        "tiny",
+        "--ranks",
+        "2,4",
+        *files,
+    ]
     assert bench.main(argv) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")

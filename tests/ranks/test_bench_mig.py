@@ -156,56 +156,6 @@ def test_both_bandwidths_other_profiles_and_a_whole_card() -> None:
     )
 
 
-def test_conditions_name_slices_backend_and_commands() -> None:
-    report = Report("mig", {})
-    mig._add_plan(report, H200, found(h200("a", "1g.18gb", mig=True)), OLD)
-    (line,) = report.conditions["slices"]
-    assert line.startswith(
-        "1g.18gb MIG-a000-5555 (16.0 GiB, 0.143 of compute, 0.125 of bandwidth, peak 141 TFLOP/s"
-    )
-    assert report.conditions["NCCL"]["here"].startswith(
-        "gloo (slices of one GPU: NCCL 2.29.7 refuses that"
-    )
-    assert report.conditions["NCCL"]["with a newer one"].startswith("nccl (")
-    seven, four = report.conditions["to cut it"]
-    assert seven == "run: sudo nvidia-smi mig -i 0 -cgi " + ",".join(["1g.18gb"] * 7) + " -C"
-    assert four.endswith(",".join(["1g.35gb"] * 4) + " -C")
-    speeds = {(r.arm, r.metric): r.median for r in report.rows}
-    assert speeds["plan: 7 × 1g.18gb", "speed, compute-bound"] == pytest.approx(1)
-    assert speeds["plan: 7 × 1g.18gb", "speed, bandwidth-bound"] == pytest.approx(7 / 8)
-    assert speeds["plan: 3 × 2g.35gb", "speed, compute-bound"] == pytest.approx(6 / 7)
-    assert all(r.note.startswith("predicted, not measured") for r in report.rows)
-
-
-def test_speeds_follow_the_sms_where_they_are_known() -> None:
-    """Seven slices of 16 of an H100's 132 SMs are 0.848 of the card; a slice with 26 has 1.6 times
-    the peak of one.
-    """
-    report = Report("mig", {})
-    h100 = {
-        "uuid": "GPU-1",
-        "name": "NVIDIA H100 80GB HBM3",
-        "mib": 80 << 10,
-        "capability": (9, 0),
-        "mig": 1,
-    }
-    part = {
-        "uuid": "MIG-1",
-        "name": "NVIDIA H100 80GB HBM3 MIG 1g.20gb",
-        "mib": 20 << 10,
-        "slices": 1,
-    }
-    mig._add_plan(report, "NVIDIA H100 80GB HBM3", found(h100 | {"slices": [part]}), OLD)
-    rows = {r.arm: r for r in report.rows if r.metric == "speed, compute-bound"}
-    assert rows["plan: 7 × 1g.10gb"].median == pytest.approx(7 * 16 / 132)
-    assert rows["plan: 1 × 7g.80gb"].median == 1
-    assert rows["plan: 7 × 1g.10gb"].note.endswith("peak 120 TFLOP/s, 419 GB/s, 16 SMs")
-    assert rows["plan: 4 × 1g.20gb"].extra["peak_tflops"] == pytest.approx(989.4 * 26 / 132)
-    assert report.conditions["slices"] == [
-        "1g.20gb MIG-1 (20.0 GiB, 0.197 of compute, 0.250 of bandwidth, peak 195 TFLOP/s, 838 GB/s)"
-    ]
-
-
 # Rows
 
 
@@ -235,7 +185,7 @@ def filled(*cards: dict[str, Any]) -> Report:
         Report("mig", {"versions": {}, "command": "python -m nanoray.bench mig"}),
         load_config(preset="tiny"),
     )
-    mig._add_plan(report, H200, found(*cards), NEW)
+    report.conditions["card"] = H200
     for arm in mig.matrix(H200, found(*cards), 7, NEW):
         if not arm.skipped:
             copy = 240 * (2 if arm.name == "1 × 1g.35gb" else 1)
@@ -312,8 +262,6 @@ def test_slices_against_a_whole_card_and_the_figure(tmp_path: Path) -> None:
     for text in (
         "slices 1g.18gb of one NVIDIA H200",
         "peak 141 TFLOP/s, 600 GB/s",
-        "7g.141gb (fits 1 ×)",
-        "not measured",
     ):
         assert text in drawn
     assert "7 × 1g.18gb" in "\n".join(mig.MIGBenchmark().format_markdown(report))
@@ -365,7 +313,7 @@ def test_a_stand_in_run(
     assert bench.main([*argv, "--json", str(out), "--figure", str(picture)]) == 0
     printed = capsys.readouterr()
     written = json.loads(out.read_text())
-    measured = [r for r in written["rows"] if r.get("experiment") != "plan" and r["values"]]
+    measured = [r for r in written["rows"] if r["values"]]
     assert len(measured) == 8
     assert all(r["arm"].startswith("stand-in: ") for r in measured)
     assert {r["skipped"] for r in written["rows"] if not r["values"]} > {
@@ -381,9 +329,7 @@ def test_a_stand_in_run(
     assert written["conditions"]["slices"] == []
     assert written["ok"]
     assert "stand-in:" in picture.read_text()
-    assert "255 GB/s" in picture.read_text()
     assert printed.out.rstrip().splitlines()[-1].startswith("OK  ")
-    assert "nvidia-smi mig -i 0 -cgi 1g.10gb" in printed.out
     assert len(printed.err.splitlines()) == 2
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 

@@ -30,7 +30,18 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 
-FLAGS = ["overlap", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
+FLAGS = [
+    "communication",
+    "overlap",
+    "--preset",
+    "tiny",
+    "--device",
+    "cpu",
+    "--rounds",
+    "2",
+    "--steps",
+    "2",
+]
 
 
 @pytest.mark.full
@@ -40,17 +51,13 @@ def test_a_real_sweep(
     """Many small buckets, and one that holds all; both give the gradients of the first."""
     shared_ranks(overlap)
     files = [
-        f"--{flag}={tmp_path / f'o.{end}'}"
-        for flag, end in (("json", "json"), ("html", "html"), ("figure", "png"))
+        f"--{flag}={tmp_path / f'o.{end}'}" for flag, end in (("json", "json"), ("figure", "png"))
     ]
     assert bench.main([*FLAGS, "--workers", "3", "--buckets", "0.01,100", *files]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
     few = "no finding: n = 2, and fewer than 5 rounds"
     assert out.count(few) == 2, "to paste, and in the report"
-    page = (tmp_path / "o.html").read_text()
-    assert page.count(few) == 1
-    assert "Wrong: arms whose gradients have not the norm of the first bucket size&#39;s" in page
     shape = ModelShape.of(load_config(preset="tiny"), 65)
     recipe = json.loads((tmp_path / "o.json").read_text())["conditions"]["recipe"]
     assert recipe.startswith(f"GPT of {count_parameters(shape):,} parameters, 2 blocks of width 32")

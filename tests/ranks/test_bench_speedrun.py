@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoray.bench import __main__ as bench
-from nanoray.bench import registry
+from examples.speedrun import benchmark as MODULE
+from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness import processes
 from nanoray.bench.harness.report import Report
-from nanoray.bench.registry import BENCHMARKS
 from nanoray.bench.to_loss import RunToLoss
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
-from tests.harness.parsers import find_parsers
 
-BENCHMARK = BENCHMARKS["speedrun"].load()
-MODULE: Any = sys.modules["speedrun"]
+BENCHMARK = MODULE.SpeedrunBenchmark()
 ARMS, RECORD_METRICS = MODULE.ARMS, MODULE.UNITS
 SECONDS, CPU_TIME, STEPS, LOSS = RECORD_METRICS
 FAST, FITTED, OWN, PEER = MODULE.FAST, MODULE.FITTED, MODULE.OWN, MODULE.PEER
@@ -38,10 +34,14 @@ def _started_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "start_process", subprocess.Popen)
 
 
+def run_speedrun(argv: list[str]) -> int:
+    return exit_code_of(lambda: run_one("speedrun", MODULE.ENTRY, argv))
+
+
 def ran(text: Path, tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "s.json"
     data = ["--dataset", str(text), "--data_dir", str(tmp_path / "cache")]
-    code = bench.main(["speedrun", "--quick", *data, "--json", str(out), *flags])
+    code = run_speedrun(["--quick", *data, "--json", str(out), *flags])
     return code, json.loads(out.read_text())
 
 
@@ -104,15 +104,6 @@ def test_a_record_that_misses_its_loss_has_failed(
         f"FAILED  {FAST}: round 1 ended at {rows[FAST, LOSS]['median']:.4f}, above 0.5"
         in capsys.readouterr().out
     )
-
-
-def test_an_installed_nanoray_says_that_it_is_an_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(registry, "SPEEDRUN", tmp_path / "benchmark.py")
-    assert "speedrun" not in find_parsers("bench")
-    assert bench.main(["speedrun", "--quick"]) == ConfigError.exit_code
-    assert "an installed nanoray has no examples; run it in a checkout" in capsys.readouterr().err
 
 
 def test_the_seconds_of_a_peer_that_misses_it_are_a_lower_bound() -> None:
@@ -182,5 +173,5 @@ def test_no_record_changes_what_the_rules_fix() -> None:
 def test_what_cannot_be_run_is_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main(["speedrun", *flags]) == ConfigError.exit_code
+    assert run_speedrun([*flags]) == ConfigError.exit_code
     assert message in capsys.readouterr().err

@@ -34,7 +34,7 @@ from nanoray.bench.strategies import (
 )
 from tests.ranks.conftest import Pools
 
-FLAGS = ["strategies", "--preset", "tiny", "--device", "cpu", "--quick"]
+FLAGS = ["layouts", "strategies", "--preset", "tiny", "--device", "cpu", "--quick"]
 
 
 @pytest.mark.parametrize(("loss", "wrong"), [(3.0, 0), (3.1, 1)])
@@ -144,7 +144,17 @@ def test_every_arm_runs(
 @pytest.mark.full
 def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
     shared_ranks(strategies)
-    flags = ["strategies", "--device", "cpu", "--quick", "--workers", "2", "--model", "resnet"]
+    flags = [
+        "layouts",
+        "strategies",
+        "--device",
+        "cpu",
+        "--quick",
+        "--workers",
+        "2",
+        "--model",
+        "resnet",
+    ]
     bench.main(
         [
             *flags,
@@ -168,7 +178,7 @@ def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
 
 
 def test_presets_and_axes_are_a_gpts(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["strategies", "--device", "cpu", "--workers", "2", "--model", "resnet"]
+    flags = ["layouts", "strategies", "--device", "cpu", "--workers", "2", "--model", "resnet"]
     assert bench.main([*flags, "--preset", "tiny"]) == 2
     assert "preset = tiny is a gpt's, but model = resnet" in capsys.readouterr().err
     assert bench.main([*flags, "--arms", "ddp,pp 2"]) == 2

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.equivalence import ADAMW, MODES, SGD, WEIGHT_LIMIT
 from nanoray.tools.sample import main as sample
 from tests.harness.axes import Runs, final, require_one_process, run
 from tests.harness.context import BUGS, WRONG_ATTENTION
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools
+from tests.stress.equivalence import ADAMW, MODES, SGD, WEIGHT_LIMIT
 
 MEASURE = "tests.harness.context:measure_rank"
 ATTENTION = "tests.harness.context:attention"

@@ -76,7 +76,7 @@ def parts(device: str) -> list[DayPart]:
 
 def a_day(folder: Path, out: Path, **flags: Any) -> Day:
     args = argparse.Namespace(**{"out": out, "budget_s": 60.0} | flags)
-    report = Report("gpu_day", conditions("gpu_day", [], gpu_day.COMMAND) | {"device": "cpu"})
+    report = Report("gpu_day", conditions(gpu_day.COMMAND, []) | {"device": "cpu"})
     env = arm_environment() | {"PYTHONPATH": f"{ROOT}:{out}"}
     return Day(args, "cpu", folder, env, report)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from nanoray.bench.equivalence import WEIGHT_LIMIT
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import resolve_batch
@@ -33,6 +32,7 @@ from nanoray.train.guard.replicas import hash_tensors
 from nanoray.train.optim.groups import lr_at
 from tests.harness.alone import engine_of
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
+from tests.stress.equivalence import WEIGHT_LIMIT
 
 GLOBAL = TINY["global_batch_size"]
 # Hides no factor

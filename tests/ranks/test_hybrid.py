@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.bench import equivalence
-from nanoray.bench.equivalence import ADAMW, LIMITS, LOSS, SGD, WEIGHT_LIMIT
 from nanoray.state.train_state import TrainState
 from nanoray.train import engine
 from nanoray.train.guard import replicas
@@ -32,6 +30,8 @@ from tests.ranks.test_mirror import (
     ended_well,
     fired,
 )
+from tests.stress import equivalence
+from tests.stress.equivalence import ADAMW, LIMITS, LOSS, SGD, WEIGHT_LIMIT
 
 __all__ = ["clean"]  # the fixture
 

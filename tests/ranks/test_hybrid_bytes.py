@@ -11,7 +11,7 @@ from nanoray.bench.engine import COMMUNICATION, MEMORY_ENTRY, TIME_ENTRY, order_
 from nanoray.bench.simulate import VOCAB
 from nanoray.bench.strategies import HYBRID, KEPT, MODES, configuration
 from nanoray.config import Config, resolve_batch
-from nanoray.forecast.scale import job_of
+from nanoray.forecast.job import job_of
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.equivalence import ADAMW, SGD
 from nanoray.parallel.schedules import SCHEDULES
 from tests.harness.axes import Runs, equal, final, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools
+from tests.stress.equivalence import ADAMW, SGD
 
 MODES = ("ddp_by_hand", "zero1", "zero2")
 

@@ -150,7 +150,7 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("--workers", "2", "--backend", "gloo", "--timeout_s", "9") == Where(
         2, backend="gloo", timeout_s=9.0
     )
-    assert parse("--launcher", "ray", "--ray_address", "local").workers == 3
+    assert parse("--ray_address", "local") == Where(3, "ray", ray_address="local")
     assert parse("--share_devices").shared
     torchrun = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for key, value in torchrun.items():
@@ -159,8 +159,8 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for argv, message in (
         (("--workers", "2"), "workers = 2, but torchrun started 4; drop --workers"),
         (
-            ("--launcher", "processes"),
-            "launcher = processes, RANK = 1; every rank of torchrun would start ranks",
+            ("--ray_address", "local"),
+            "ray_address = local, but torchrun has started this rank; drop one of both",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -173,15 +173,11 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--workers", "0"), r"workers = 0, timeout_s = 600; both must be above 0"),
         (("--timeout_s", "0"), r"workers = None, timeout_s = 0; both must be above 0"),
         (
-            ("--launcher", "torchrun"),
-            r"launcher = torchrun, RANK = not set; start it as `torchrun --nproc-per-node N",
+            ("--ray_address", "local", "--share_devices"),
+            r"share_devices, but ray starts the ranks; only those of this command",
         ),
         (
-            ("--launcher", "ray", "--share_devices"),
-            r"share_devices, but launcher = ray; only ranks of this command",
-        ),
-        (
-            ("--launcher", "ray", "--ray_address", "10.0.0.1:6379"),
+            ("--ray_address", "10.0.0.1:6379"),
             r"how many ranks\? .* give --workers N",
         ),
     ],
@@ -212,7 +208,7 @@ def children_of(pid: int) -> list[int]:
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    flags = ("collectives", "--device", "cpu", "--workers", "2")
+    flags = ("communication", "collectives", "--device", "cpu", "--workers", "2")
     with Command("nanoray.bench", *flags, env=env, apart=True) as process:
         wait_for(lambda: "\n" in process.errors, process=process)
         assert "all_reduce float32 1024 B in place  ok" in process.errors.splitlines()[0]
@@ -262,7 +258,15 @@ def test_under_torchrun_every_process_is_a_rank_and_one_speaks_unless_another_br
     """One start of torchrun: a good run, and one in which rank 1 breaks."""
     (tmp_path / "runs.py").write_text(TWO_RUNS)
     torchrun = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [*torchrun, str(tmp_path / "runs.py"), "collectives", "--device", "cpu", *TINY]
+    command = [
+        *torchrun,
+        str(tmp_path / "runs.py"),
+        "communication",
+        "collectives",
+        "--device",
+        "cpu",
+        *TINY,
+    ]
     done = run(*command, "--json", str(tmp_path / "c.json"), env=os.environ | forked)
     assert done.stdout.count("OK  3 rows") == 1, done.stderr
     assert checked(tmp_path / "c.json", 2)["ranks"]["started by"] == "torchrun"

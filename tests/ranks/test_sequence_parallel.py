@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench import equivalence
-from nanoray.bench.equivalence import ADAMW, EXPERTS, LIMITS, LOSS, NORM, SGD
 from tests.harness.axes import Runs, equal, final, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools, Wrong
+from tests.stress import equivalence
+from tests.stress.equivalence import ADAMW, EXPERTS, LIMITS, LOSS, NORM, SGD
 
 MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 CUT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}

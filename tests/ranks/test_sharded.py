@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.equivalence import ADAMW, ENTRY, SGD
 from nanoray.checkpoint.run import RunSpec
 from tests.harness.axes import equal, final, require_one_process
 from tests.harness.ranks import make_spec, records, run_ranks, series
 from tests.ranks.conftest import Pools
+from tests.stress.equivalence import ADAMW, ENTRY, SGD
 
 HOW = ("selective", "block")  # of activation checkpointing
 BY_HAND = ["ddp_by_hand", "zero1", "zero2"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.equivalence import ADAMW, SGD
 from nanoray.checkpoint.find import newest_valid
 from nanoray.tools.sample import main as sample
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools
+from tests.stress.equivalence import ADAMW, SGD
 
 MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 

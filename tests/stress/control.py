@@ -1,4 +1,4 @@
-"""`python -m tests.stress.control`: what thousands of ranks cost the driver, and how soon it names
+"""`python -m tests.stress control`: what thousands of ranks cost the driver, and how soon it names
 a failed one.
 
     decision    faults/cause.py and faults/hang.py alone, in this process, given made-up events of n ranks
@@ -28,10 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.text import aligned
-from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.report import Measurement, Report, markdown, number
-from nanoray.bench.registry import Entry
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport
 from nanoray.faults.hang import Position, Watchdog, behind
@@ -57,18 +55,11 @@ WAITS = "killed, others wait"
 HUNG = "hung"
 
 
-ENTRY = Entry(
-    "the driver at 64 to 4000 ranks: heartbeats, CPU, memory, time to name a culprit",
-    lambda: ControlBenchmark(),
-    command="python -m tests.stress.control",
-)
-
-
 class ControlBenchmark(Benchmark):
     """Measure what thousands of ranks cost the driver."""
 
     numbers = (Number("rounds", "faults of each kind, and windows", 5, 2),)
-    wrong = "reports that name another rank than the one that failed"
+    # Wrong: reports that name another rank than the one that failed
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -531,13 +522,3 @@ def _table(report: Report, spread: bool) -> tuple[tuple[str, ...], list[tuple[st
         tail = number(growth.median) if growth and growth.values else ""
         lines.append((f"{part}: {metric}{unit}", *(cell(part, metric, n) for n in sizes), tail))
     return ("", *(f"{n:,} ranks" for n in sizes), "exponent"), lines
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark and return its exit code, as `python -m nanoray.bench NAME` does."""
-    flags = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run_one("control", ENTRY, flags))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

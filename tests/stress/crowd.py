@@ -1,5 +1,5 @@
 """Stand-ins for thousands of ranks, watched by the driver's own loop. `python -m
-tests.stress.control` uses them.
+tests.stress control` uses them.
 
 Watcher ─► Crowd (a WorkerGroup) ─► n - 1 slots ─► a few `Ranks` actors, which answer at once and never train
                                   └► the victim ─► a `Ranks` actor of its own, whose process is really killed

@@ -217,7 +217,7 @@ def test_a_run_that_ends_too_soon_is_no_measurement(run: TrainingProcess) -> Non
         (["--between", "0,9"], "between = 0,9, steps = 1100; 1 <= A <= B < steps is needed"),
         (
             ["--kills", "0", "--goodput_s", "0"],
-            "kills = 0, goodput_s = 0, drains = 0: nothing to measure",
+            "kills = 0, goodput_s = 0: nothing to measure",
         ),
         (
             ["--checkpoint_every", "0"],
@@ -274,21 +274,27 @@ def test_a_line_per_arm() -> None:
     assert "in_place, standstill: 4 wrong" in report_of(wrong=4).problems
 
 
-def test_an_interrupted_benchmark_keeps_the_kills_of_before(tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_keeps_the_kills_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An arm that has failed reports its error, and none of the kills that it survived."""
     slots = Slots("cpu", (), 2, "ranks on CPUs")
     report = Report("recovery", {"command": "c"})
-    plan = BenchPlan(argparse.Namespace(), report, ["in_place", "restart"], slots, tmp_path, {})
+    plan = BenchPlan(
+        argparse.Namespace(kills=5, seed=1), report, ["in_place", "restart"], slots, tmp_path, {}
+    )
 
-    def once(arm: str, turn: int) -> MeasuredFault:
+    def kill_once(plan: BenchPlan, arm: str, turn: int, *_: object) -> MeasuredFault:
         if turn == 2:
             raise KeyboardInterrupt
         if (arm, turn) == ("restart", 1):
             raise ChildFailed("exit code 3")
         return MeasuredFault(turn, 0, 10, 2.0 + turn, 0, 0)
 
+    monkeypatch.setattr(recovery, "_kill_once", kill_once)
+    monkeypatch.setattr(recovery, "_train_reference", lambda plan: {})
     with pytest.raises(KeyboardInterrupt):
-        recovery._repeat(plan, "kill", 5, once, recovery._add_kills)
+        recovery._measure_standstills(plan, (10, 20))
     in_place, restart = (report.row(arm, STANDSTILL) for arm in plan.arms)
     assert in_place is not None
     assert in_place.values == (2.0, 3.0)

@@ -38,7 +38,7 @@ def files_of_tables(text: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/age-of-results.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_leads_to_the_files_of_its_tables_and_has_a_figure_of_each_file(name: str) -> None:
     text = TEXTS[name]
     linked = set(re.findall(r"\]\([^)]*\bresults/([\w-]+)\.json\)", text))
@@ -71,7 +71,6 @@ def test_every_missed_target_is_said_on_a_page() -> None:
 
 # Written by `make docs` from the sources, whose numbers are settings; what the project is and was
 WITHOUT_FIGURES = {
-    "docs/age-of-results.md",
     "docs/metrics.md",
     "docs/flags.md",
     "docs/errors.md",

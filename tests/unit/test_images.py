@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from nanoray.config import Batch, Config, make_config
 from nanoray.data import cifar10
-from nanoray.data.cifar10 import RECORD, generate, prepare, read_archive
+from nanoray.data.cifar10 import CLASSES, RECORD, generate, prepare, read_archive
 from nanoray.data.images import MEAN, PAD, STD, ImageData
+from nanoray.data.prepare import prepare as prepare_any
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import DataError
 from tests.harness.images import TRAIN, VAL, small_dataset
@@ -21,26 +23,27 @@ from tests.harness.images import TRAIN, VAL, small_dataset
 PER_BATCH = 20
 
 
-def archive(**changed: bytes | None) -> bytes:
-    """Return a small archive in the format of the real one; `changed` replaces or leaves out
-    members by their stem.
-    """
+def archive() -> bytes:
+    """Return a small archive in the format of the real one."""
     members = {f"data_batch_{n}": generate((n - 1) * PER_BATCH, PER_BATCH) for n in range(1, 6)}
     members |= {"test_batch": generate(5 * PER_BATCH, PER_BATCH)}
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as file:
-        names = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
-        file.addfile(names, io.BytesIO(b""))
-        for stem, data in (members | changed).items():
-            if data is not None:
-                info = tarfile.TarInfo(f"cifar-10-batches-bin/{stem}.bin")
-                info.size = len(data)
-                file.addfile(info, io.BytesIO(data))
+        for stem, data in members.items():
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{stem}.bin")
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
     return out.getvalue()
 
 
 def config(dataset: str = "cifar10", **values: object) -> Config:
     return make_config({"model": "resnet", "dataset": dataset, "micro_batch_size": 4} | values)
+
+
+def refused(dataset: str = "cifar10", **values: object) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(config(dataset, **values))
+    return str(caught.value)
 
 
 @pytest.fixture
@@ -62,20 +65,56 @@ def test_the_archive_gives_the_records_of_its_six_batches_in_order() -> None:
     assert val == generate(5 * PER_BATCH, PER_BATCH)
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (archive(data_batch_3=None), "has no cifar-10-batches-bin/data_batch_3.bin"),
-        (
-            archive(data_batch_2=b"\x0a" + bytes(RECORD - 1)),
-            "data_batch_2.bin: image 0 has class 10, above 9",
-        ),
-        (archive()[:5000], "not CIFAR-10's binary archive"),
-    ],
-)
-def test_a_strange_archive_is_refused(broken: bytes, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_archive(broken)
+def test_cifar10_comes_from_a_url_and_then_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, small = tmp_path / "cifar-10-binary.tar.gz", archive()
+    path.write_bytes(small)
+    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(small).hexdigest())
+    first = prepare_any(config(data_url=path.as_uri()))
+    assert (first.name, first.kind, first.train_tokens, first.val_tokens) == (
+        "cifar10",
+        "images",
+        100,
+        20,
+    )
+    assert first.vocab_size == len(CLASSES)
+    path.unlink()
+    again = prepare_any(config("auto", data_url=path.as_uri()))
+    assert again.note.endswith(", cached")
+    assert again.tokens_sha256 == first.tokens_sha256
+    x, y = ImageData(again, seed=0).val_batch(np.arange(20))
+    raw = np.frombuffer(generate(5 * PER_BATCH, PER_BATCH), np.uint8).reshape(20, RECORD)
+    assert y.tolist() == raw[:, 0].tolist()
+    pixels = x * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+    assert torch.allclose(
+        pixels.flatten(1), torch.from_numpy(raw[:, 1:].astype(np.float32)), atol=1e-3
+    )
+
+
+def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, small = tmp_path / "a.tar.gz", archive()
+    path.write_bytes(small)
+    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(small).hexdigest())
+    info = prepare(config(data_url=str(path)))
+    file = info.path / "val.bin"
+    file.write_bytes(b"\x01" + file.read_bytes()[1:])
+    assert "from file" in prepare(config(data_url=path.as_uri())).note
+    assert file.read_bytes() == generate(5 * PER_BATCH, PER_BATCH)
+
+
+def test_another_file_is_not_cifar10(tmp_path: Path) -> None:
+    path, small = tmp_path / "a.tar.gz", archive()  # the time is in it: another one differs
+    path.write_bytes(small)
+    text = refused(data_url=path.as_uri())
+    assert text.startswith(f"cannot get CIFAR-10 from {path.as_uri()}: these ")
+    assert f"sha256 expected {cifar10.SHA256}, got {hashlib.sha256(small).hexdigest()}" in text
+    assert text.endswith("or use --dataset cifar10-generated")
+
+
+@pytest.mark.usefixtures("no_network")
+def test_cifar10_by_name_is_never_replaced() -> None:
+    assert refused().startswith("cannot get CIFAR-10 from file:///no/such/archive: ")
 
 
 # ---- generated images -----------------------------------------------------------------------------------------------
@@ -104,6 +143,12 @@ def test_generated_images_are_the_same_bytes_on_every_machine() -> None:
     assert generate(0, 300)[100 * RECORD :] == generate(100, 200)
 
 
+def test_generated_images_have_all_classes_and_none_twice() -> None:
+    records = np.frombuffer(generate(49_990, 60), np.uint8).reshape(60, RECORD)
+    assert np.bincount(records[:, 0]).tolist() == [6] * 10
+    assert len({record.tobytes() for record in records}) == 60
+
+
 # ---- the order ------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +165,11 @@ def test_a_batch_may_hold_the_end_of_an_epoch_and_the_start_of_the_next(data: Im
     assert ends.tolist() == [*data.epochs.order(0)[-3:], *data.epochs.order(1)[:2]]
     far = data.epochs.indices(0, 3 * TRAIN)
     assert np.bincount(far).tolist() == [3] * TRAIN
+
+
+def test_another_seed_gives_another_order(data: ImageData, tmp_path: Path) -> None:
+    other = ImageData(small_dataset(tmp_path), seed=8)
+    assert other.epochs.order(0).tolist() != data.epochs.order(0).tolist()
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
@@ -179,3 +229,12 @@ def test_validation_images_are_whole_evenly_spaced_and_not_repeated(data: ImageD
     raw = np.frombuffer(generate(TRAIN + 5, 1), np.uint8)
     assert y.item() == raw[0]
     assert x[0, 0, 0, 0].item() == pytest.approx((raw[1] - MEAN[0]) / STD[0], abs=1e-5)
+
+
+def test_a_file_that_shrank_is_found(tmp_path: Path) -> None:
+    info = small_dataset(tmp_path)
+    opened = ImageData(info, seed=0)
+    with (info.path / "train.bin").open("r+b") as file:
+        file.truncate(RECORD)
+    with pytest.raises(DataError, match="dataset changed"):
+        opened.train_batch(0, 4)

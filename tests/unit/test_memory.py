@@ -13,16 +13,27 @@ import pytest
 import torch
 
 from nanoray.config import Batch, make_config
-from nanoray.forecast.memory import Sizes, at_peak, moments_of, peak_memory, state_memory
+from nanoray.forecast.job import AssumedDevice, assume_device
+from nanoray.forecast.memory import (
+    RankSizes,
+    Sizes,
+    at_peak,
+    moments_of,
+    peak_memory,
+    state_memory,
+)
+from nanoray.forecast.owners import rank_model
 from nanoray.forecast.rank_memory import (
-    AssumedDevice,
-    assume_device,
     format_memory,
+    largest_rank,
     memory_line,
     rank_memory,
+    rank_sizes,
 )
+from nanoray.mesh.layout import Coords, Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.precision import weight_type
 
 SHAPE = ModelShape(n_layer=4, n_head=4, n_embd=64, block_size=32, bias=False, vocab_size=128)
 
@@ -199,3 +210,53 @@ def test_what_a_dry_run_assumes_of_devices() -> None:
     assert assumed(True, precision="fp32", bucket_mb=4.0) == AssumedDevice(
         "cuda", "fp32", 4.0, False
     )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2, "pp": 2, "dp_mode": "ddp_by_hand"},
+        {"pp": 4, "dp_mode": "zero1"},
+        {"bias": True, "positions": "rotary", "tp": 4},
+        {"experts": 4, "ep": 2, "dp_mode": "zero1"},
+        {"experts": 4, "ep": 2, "tp": 2, "pp": 2, "dp_mode": "zero2"},
+        {"precision": "fp16_pure", "master_weights": "fp32"},
+    ],
+    ids=str,
+)
+def test_formulas_count_the_parameters_of_a_model_that_is_cut(settings: dict[str, Any]) -> None:
+    values = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "micro_batch_size": 1}
+    config = make_config(values | settings)
+    shape = ModelShape.of(config, 256)
+    layout = Layout.of(config, 8)
+    for stage in range(layout.pp):
+        model = rank_model(config, 256, weight_type(config.precision), Coords(pp=stage))
+        counted = RankSizes.of(config, model)
+        formula = rank_sizes(config, shape, layout, stage)
+        if layout.ep == 1:
+            assert formula == counted
+            continue
+        # Of experts and the rest only these are counted.
+        for one, other in ((formula.dense, counted.dense), (formula.experts, counted.experts)):
+            assert one is not None
+            assert other is not None
+            found = (one.params, one.tensor, one.trained)
+            assert found == (other.params, other.tensor, other.trained)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_no_stage_needs_more_than_the_one_of_a_dry_run(schedule: str) -> None:
+    values = {"n_layer": 8, "n_head": 4, "n_embd": 64, "block_size": 32, "micro_batch_size": 1}
+    config = make_config(values | {"pp": 4, "pp_schedule": schedule, "dp_mode": "ddp_by_hand"})
+    batch = Batch(1, 8, 1)
+    device = assume_device(config, gpus=False)
+    # With a small vocabulary one of the first stages needs most, with a large one the last.
+    for vocabulary in (64, 4096):
+        shape = ModelShape.of(config, vocabulary)
+        totals = [
+            sum(rank_memory(config, shape, batch, device, stage).values()) for stage in range(4)
+        ]
+        stage, parts = largest_rank(config, shape, batch, device)
+        assert sum(parts.values()) == max(totals)
+    line = memory_line(config, batch, "fp32", parts, stage)
+    assert line.startswith("memory     stage 3, which needs most: ")

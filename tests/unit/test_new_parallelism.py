@@ -44,10 +44,7 @@ def cut(model: nn.Module, axis: Axis) -> None:
 
 from __future__ import annotations
 
-from nanoray.config import Config
-from nanoray.forecast.job import Job
 from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, every_size
-from nanoray.mesh.layout import Layout
 
 
 def _talks(sender: Sender) -> list[Talk]:
@@ -56,21 +53,11 @@ def _talks(sender: Sender) -> list[Talk]:
     return [Talk("xp", "all_reduce", "greetings", sender.accum, 1e6, "forward")]
 
 
-def _words(config: Config, layout: Layout) -> dict[str, str]:
-    return {"xp": "greetings, per micro batch"}
-
-
-def _refusal(job: Job, layout: Layout) -> str | None:
-    return "xp above 2: two ranks greet each other" if layout.xp > 2 else None
-
-
 XP = Parallelism(
     key="xp",
     in_pass=True,
     talks=_talks,
-    words=_words,
     tries=every_size("xp"),
-    refusal=_refusal,
 )
 ''',
 }
@@ -142,6 +129,8 @@ from nanoray.config import make_config, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines
+from nanoray.forecast.job import job_of
+from nanoray.forecast.layouts import candidates, refusal
 from nanoray.start.plan import forecast_at
 from nanoray.tools.inspect.subject import _described
 from nanoray.tools.inspect.tree import dump
@@ -153,6 +142,7 @@ small |= {"grad_accum_steps": 1, "max_steps": 10, "device": "cpu", "precision": 
 config = make_config({**small, "xp": 2})
 layout = Layout.of(config, 8)
 data = DatasetInfo("shakespeare", "", Path(), "uint16", 65, 10**6, 10**3, "", "", {})
+sharded = job_of(make_config({**small, "tp": 1, "dp_mode": "zero1"}), 65, 8)
 loaded = parse_args(["--preset", "tiny", "--device", "cuda", "--xp", "2"], "nanoray", "")
 
 def refused(**values):
@@ -171,6 +161,8 @@ print(json.dumps({
     "axes": layout.axes,
     "dry_run": dry_run_lines(config, [], resolve_batch(config, layout.dp), data, ""),
     "forecast": forecast_at(loaded, Scale(8, "nvlink-400g", None)),
+    "candidates": [str(one) for one in candidates(sharded, 8, 2)],
+    "refused_by_search": refusal(sharded, Layout(dp=4, xp=2, replicas=2)),
     "refused": refused(xp=2, replicas=2, dp_mode="zero1"),
     "inspect": description["layout"],
     "owner": description["tensors"][0]["owner"],
@@ -231,14 +223,26 @@ def test_it_has_a_size_and_groups(answers: dict[str, Any]) -> None:
 
 
 def test_it_is_in_a_dry_run(answers: dict[str, Any]) -> None:
-    assert (
-        "talk       xp: ranks 0 4 | 1 5 | 2 6 | 3 7: greetings, per micro batch"
-        in (answers["dry_run"])
-    )
+    assert answers["dry_run"][0] == "mesh       8 rank(s) = dp 2 × tp 2 × xp 2"
+    (step,) = [line for line in answers["forecast"] if line.startswith("step ")]
+    assert "exposed xp " in step
+
+
+def test_it_is_in_the_search(answers: dict[str, Any]) -> None:
+    assert "dp 4 × xp 2" in answers["candidates"]
+    assert "dp 4 (2 replicas) × xp 2" in answers["candidates"]
 
 
 def test_it_is_refused_by_the_table(answers: dict[str, Any]) -> None:
-    assert answers["refused"] == "xp = 2 with replicas = 2: they do not greet; drop xp"
+    reason = "xp = 2 with replicas = 2: they do not greet; drop xp"
+    assert answers["refused"] == answers["refused_by_search"] == reason
+
+
+def test_it_is_in_an_inspection(answers: dict[str, Any]) -> None:
+    assert answers["inspect"]["xp"] == 2
+    assert answers["owner"] == (
+        "tp: 1/2 along dim 0 of 128×32; xp: whole on each; dp ddp: whole on each"
+    )
 
 
 def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:
@@ -294,3 +298,20 @@ def test_axes_are_listed_in_one_place() -> None:
         f"{found}: a list of axes by hand misses the next one; loop over AXES, Layout.sizes() or "
         "PARALLELISMS"
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'for axis in ("tp", "cp", "pp"): pass',
+        'sizes = {"tp": 1, "pp": 1, "ep": 1}',
+        "ranks = config.cp * config.tp * config.pp",
+        "whole = config.cp == 1 and config.tp == 1 and config.pp == 1",
+        "key = (place.tp, place.pp, place.ep)",
+        'text = f"{config.cp}*{config.tp}*{config.pp}"',
+        "place = Coords(tp=0, pp=stage, ep=0)",
+    ],
+)
+def test_a_list_by_hand_is_found(text: str) -> None:
+    assert axes_named_together(parse(text)) == [1]
+    assert axes_named_together(parse('pair = ("tp", "ep", size)')) == []

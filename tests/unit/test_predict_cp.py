@@ -11,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoray.cli import Loaded, Scale
-from nanoray.config import load_config, make_config
-from nanoray.forecast.dry_run import talk_lines
-from nanoray.forecast.job import Job
-from nanoray.forecast.layouts import refusal
-from nanoray.forecast.links import Link, Topology, placed
+from nanoray.config import Batch, make_config
+from nanoray.forecast.job import AssumedDevice, Job
+from nanoray.forecast.links import Link, Topology
 from nanoray.forecast.owners import holders_of, rank_model
 from nanoray.forecast.parallelisms.record import Talk
-from nanoray.forecast.predict import OnTopology, Speed, predict, stage_memory
+from nanoray.forecast.predict import OnTopology, Speed, predict
+from nanoray.forecast.rank_memory import rank_memory
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
@@ -30,7 +28,6 @@ from nanoray.models.kernels import Kernels
 from nanoray.models.moe import RouterTraining
 from nanoray.models.precision import weight_type
 from nanoray.parallel import cp as context
-from nanoray.start.plan import forecast_at
 
 # 256 rows with padding
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
@@ -48,30 +45,17 @@ def job(sequences: int = 64, precision: str = "fp32", tokens: int = 16, **settin
     return Job(replace(SHAPE, block_size=tokens), config, sequences, precision, 0.05)
 
 
+def rank_memory_of(some: Job, layout: Layout, micro: int, stage: int) -> dict[str, int]:
+    batch = Batch(micro, some.sequences // (layout.dp * micro), layout.dp)
+    device = AssumedDevice("cpu", some.precision, some.bucket_mb, mirrored=False)
+    return rank_memory(some.config_at(layout), some.shape, batch, device, stage)
+
+
 def by_what(talks: list[Talk], axis: str) -> dict[str, Talk]:
     return {talk.what: talk for talk in talks if talk.axis == axis}
 
 
 # What travels
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_keys_and_values_by_hand(precision: str) -> None:
-    """4 layers, 2 micro batches of 2 sequences of 16 tokens; a rank of cp 4 has 4 of each."""
-    size = 4 if precision == "fp32" else 2
-    talks = by_what(talks_of(job(4, precision), Layout(cp=4), 2, 0), "cp")
-    numbers = 2 * 2 * 4 * 64  # keys and values of 2·4 tokens of width 64
-    # Each block passes three other ranks, in 4 layers of one micro batch
-    passes = 4 * (4 // 2) * 3
-    forward = talks["keys and values"]
-    assert (forward.times, forward.nbytes) == (passes, size * numbers)
-    backward = talks["keys and values, backward"]
-    assert (backward.times, backward.nbytes) == (passes, size * numbers)
-    gradients = talks["their gradients"]
-    assert (gradients.times, gradients.nbytes) == (passes, 4 * numbers)
-    home = talks["their gradients, home"]
-    assert (home.times, home.nbytes) == (passes / 3, 4 * numbers)
-    assert "keys and values, again" not in talks
 
 
 def test_tensor_ranks_have_some_of_the_heads_and_stages_some_of_the_layers() -> None:
@@ -123,13 +107,13 @@ def test_cp_divides_what_a_rank_keeps_of_sequences_and_no_weights(
 ) -> None:
     some = job(64, precision, dp_mode=mode, activation_checkpointing=checkpointing)
     for stage in range(layout.pp):
-        whole = stage_memory(some, layout, 2, stage)
-        cut = stage_memory(some, replace(layout, cp=4), 2, stage)
+        whole = rank_memory_of(some, layout, 2, stage)
+        cut = rank_memory_of(some, replace(layout, cp=4), 2, stage)
         assert cut["activations"] == whole["activations"] / 4
         assert cut["logits"] == whole["logits"] / 4
         assert cut["copies"] == whole["copies"]
         # Weights are replicated over cp, and the sharded modes shard over dp·cp ranks.
-        replicas = stage_memory(some, replace(layout, dp=4 * layout.dp), 2, stage)
+        replicas = rank_memory_of(some, replace(layout, dp=4 * layout.dp), 2, stage)
         for part in ("parameters", "gradients", "optimizer"):
             assert cut[part] == replicas[part]
 
@@ -182,73 +166,6 @@ def test_a_rank_computes_its_part_of_a_step() -> None:
     cut = predict(job(8), Layout(cp=4), 2, network, speed)
     assert cut.parts["compute"] == pytest.approx(alone.parts["compute"] / 4)
     assert cut.step_s == pytest.approx(alone.step_s / 4, rel=1e-6)
-
-
-@settings(max_examples=100)
-@given(
-    *(st.sampled_from([1, 2, 3, 4]) for _ in range(4)),
-    st.integers(1, 12),
-    st.sampled_from(["cp", "dp_cp"]),
-)
-def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
-    dp: int, cp: int, tp: int, pp: int, per_node: int, axis: str
-) -> None:
-    layout = Layout(dp, tp, pp, cp=cp)
-    groups = layout.groups(axis)
-    assert {len(group) for group in groups} == {layout.size_of(axis)}
-    place = placed(layout, axis, per_node)
-    nodes = [len({rank // per_node for rank in group}) for group in groups]
-    assert place.inside == (max(nodes) == 1)
-
-
-# What is printed, and the search
-
-
-def lines(*, topology: str | None = None, **overrides: Any) -> str:
-    config = load_config(preset="gpt2-124m", overrides={"device": "cuda", **overrides})
-    loaded = Loaded(config, frozenset(), True)
-    return "\n".join(forecast_at(loaded, Scale(4096, topology)))
-
-
-def test_a_large_run_has_its_mesh_memory_traffic_and_seconds() -> None:
-    found = lines(cp=8, topology="nvlink-400g")
-    assert "4,096 ranks = dp 512 × cp 8" in found
-    assert "cp  512 group(s) of 8  ranks 0 1 .. 7     inside a node: 266 GB/s" in found
-    assert "84 × 4.72 MB  a rank sends 396.4 MB" in found, "12 layers, 7 passes of 2·12·128·768"
-    assert " + exposed cp " in found
-    assert "asked      dp 512 × cp 8: number " in found
-    assert "cp 4                dp 1024" in found, "another size, and why it is slower"
-
-
-@pytest.mark.parametrize(
-    ("way", "what"),
-    [
-        ("ring", "keys and values round a ring, per block"),
-        ("all_gather", "all keys and values, per"),
-    ],
-)
-def test_who_exchanges_what_is_a_line_of_a_dry_run(way: str, what: str) -> None:
-    config = make_config({"micro_batch_size": 1, "cp": 2, "cp_attention": way})
-    cp, data = talk_lines(config, Layout(dp=2, cp=2))
-    assert cp.startswith(f"talk       cp: ranks 0 1 | 2 3: {what}")
-    assert data == "talk       dp_cp: ranks 0 1 2 3: gradients, once per step"
-
-
-def test_cp_that_does_not_divide_sequences_is_no_layout() -> None:
-    assert refusal(job(), Layout(cp=2)) is None
-    assert refusal(job(), Layout(cp=3)) == "2*cp does not divide block_size = 16"
-    rows = job(tokens=24, tp=2, sequence_parallel=True)
-    assert refusal(rows, Layout(cp=4, tp=2)) is None
-    assert refusal(rows, Layout(cp=4, tp=4)) == (
-        "sequence_parallel: tp does not divide block_size/cp = 6"
-    )
-    short = job(tokens=64, seq_warmup_steps=10)
-    assert refusal(short, Layout(cp=4)) is None
-    assert refusal(short, Layout(cp=8)) == (
-        "2*cp does not divide the 8 tokens with which seq_warmup_steps begins"
-    )
-    experts = replace(job(), shape=replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=64))
-    assert refusal(experts, Layout(cp=2)).startswith("cp = 2 with experts")
 
 
 # Against a model that is really cut

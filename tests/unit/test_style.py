@@ -92,7 +92,6 @@ NAMES: dict[str, int] = {
     "bench/harness/launchers.py": 1,
 }
 WORDS: dict[str, int] = {
-    "bench/chaos.py": 1,
     "bench/pipeline.py": 1,
     "config/conflicts.py": 1,
     "tools/replay/bisect.py": 1,

@@ -16,7 +16,7 @@ from pathlib import Path
 from nanoray.bench.harness.figure import Figure
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import WRONG_ELEMENTS, Report
+from nanoray.bench.harness.report import Report
 from nanoray.bench.harness.table import Table
 from nanoray.errors import ConfigError
 
@@ -63,8 +63,6 @@ class Benchmark(ABC):
     work on a JSON file that was written elsewhere.
     """
 
-    # What the column of wrong elements counts
-    wrong = WRONG_ELEMENTS
     # Flags with a number; `args` has them when `measure` is called
     numbers: Sequence[Number] = ()
     tables: Sequence[Table] = ()

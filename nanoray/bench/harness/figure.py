@@ -129,20 +129,12 @@ def bars(axes: Any, rows: Sequence[Measurement], quartiles: bool = False, **styl
     axes.barh(arms, medians, **{"xerr": whiskers(rows, quartiles), "capsize": 3} | style)
 
 
-def with_values(
-    report: Report, metric: str, ratios: bool = False, **extra: Any
-) -> list[Measurement]:
-    """Return the rows of a metric that have values, of arms or of ratios.
-
-    extra: further keys that they must have.
-    """
+def with_values(report: Report, metric: str, ratios: bool = False) -> list[Measurement]:
+    """Return the rows of a metric that have values, of arms or of ratios."""
     return [
         row
         for row in report.rows
-        if row.metric == metric
-        and row.values
-        and (row.unit == "ratio") == ratios
-        and all(row.extra.get(key) == wanted for key, wanted in extra.items())
+        if row.metric == metric and row.values and (row.unit == "ratio") == ratios
     ]
 
 

@@ -352,16 +352,6 @@ HEAD_ENV = {
 }
 
 
-def node_command(folder: Path, address: str, gpus: int = 0) -> list[str]:
-    """Return the command for a node of one CPU that joins the head at `address`.
-
-    `folder` is the head's.
-    """
-    command = [python_in(folder), "-m", "ray.scripts.scripts", "start", f"--address={address}"]
-    command += ["--block", "--num-cpus=1", f"--num-gpus={gpus}", FEW_OBJECTS]
-    return [*command, "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
-
-
 def is_up(ray: Child) -> bool:
     """Return whether a `ray start` has come up."""
     return "Ray runtime started" in ray.log.read_text(encoding="utf-8", errors="replace")

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nanoray.bench.harness.processes import GRACE_S
-from nanoray.bench.harness.ranks import LAUNCHERS, START_S, RankChannel, Where, open_link
+from nanoray.bench.harness.ranks import START_S, RankChannel, Where, open_link
 from nanoray.bench.harness.report import Record, Report
 from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.host.gpus import discover_gpus
@@ -45,8 +45,6 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
     """Add the flags of `where_from`. `cpu_workers`: the number of ranks on CPU without --workers."""
     every = f"how many ranks (default: one per GPU or slice; {cpu_workers} on CPU; under torchrun WORLD_SIZE)"
     parser.add_argument("--workers", type=int, metavar="N", help=every)
-    how = "what starts them (default: this command, or torchrun if that has started it)"
-    parser.add_argument("--launcher", choices=LAUNCHERS, help=how)
     parser.add_argument(
         "--device",
         choices=("auto", "cuda", "mig", "cpu"),
@@ -58,11 +56,8 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
     )
     share = "more ranks than GPUs or slices: they take turns on them (without torchrun and Ray)"
     parser.add_argument("--share_devices", action="store_true", help=share)
-    parser.add_argument(
-        "--ray_address",
-        default="auto",
-        help="HOST:PORT, or local (default: RAY_ADDRESS, else local)",
-    )
+    ray = "start them on this Ray cluster: HOST:PORT, auto (RAY_ADDRESS, else local), or local"
+    parser.add_argument("--ray_address", help=ray)
     parser.add_argument(
         "--timeout_s",
         type=float,
@@ -78,20 +73,19 @@ def where_from(args: argparse.Namespace) -> Where:
     Torchrun's environment and this machine's devices fill in what the flags leave open.
     """
     under_torchrun = "RANK" in os.environ
-    default = "torchrun" if under_torchrun else "processes"
-    launcher = args.launcher or default
+    if under_torchrun:
+        launcher = "torchrun"
+    else:
+        launcher = "ray" if args.ray_address else "processes"
 
     # Refuse what contradicts itself, before any device is taken
-    if (launcher == "torchrun") != under_torchrun:
-        remedy = "start it as `torchrun --nproc-per-node N -m nanoray.bench ...`, or choose another launcher"
-        if under_torchrun:
-            remedy = "every rank of torchrun would start ranks of its own; drop the flag, or run without torchrun"
+    if under_torchrun and args.ray_address:
         raise ConfigError(
-            f"launcher = {launcher}, RANK = {os.environ.get('RANK', 'not set')}; {remedy}"
+            f"ray_address = {args.ray_address}, but torchrun has started this rank; drop one of both"
         )
     if args.share_devices and launcher != "processes":
         raise ConfigError(
-            f"share_devices, but launcher = {launcher}; only ranks of this command can share "
+            f"share_devices, but {launcher} starts the ranks; only those of this command can share "
             "devices"
         )
     if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
@@ -106,8 +100,10 @@ def where_from(args: argparse.Namespace) -> Where:
             raise ConfigError(f"workers = {workers}, but torchrun started {world}; drop --workers")
         workers = world
     elif workers is None:
-        uses_cluster = args.ray_address != "local" and (args.ray_address != "auto" or _cluster())
-        if launcher == "ray" and uses_cluster:
+        address = args.ray_address
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or "local"
+        if launcher == "ray" and address != "local":
             raise ConfigError(
                 "how many ranks? The size of the cluster is not known before it is used; give "
                 "--workers N"
@@ -119,15 +115,10 @@ def where_from(args: argparse.Namespace) -> Where:
         launcher,
         args.device,
         args.backend,
-        args.ray_address,
+        args.ray_address or "auto",
         args.timeout_s,
         args.share_devices,
     )
-
-
-def _cluster() -> str:
-    """Return the cluster that the environment names; "" if it names none."""
-    return os.environ.get("RAY_ADDRESS", "").removeprefix("local")
 
 
 class RankPool:
@@ -180,11 +171,7 @@ class RankPool:
         pool cannot be used afterwards.
         """
         own = dict.fromkeys(self._link.ranks, (function, order))
-        for event in self._events("run", own, self.where.timeout_s + GRACE_S, function):
-            # The bytes that all links between nodes carried meanwhile
-            if self._link.links and "began" in event:
-                event["crossed"] = self._link.links.sent_between(event["began"], event["ended"])
-            yield event
+        yield from self._events("run", own, self.where.timeout_s + GRACE_S, function)
 
     def _all(
         self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float

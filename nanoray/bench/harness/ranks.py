@@ -35,7 +35,6 @@ from nanoray.bench.harness.processes import (
     scratch_folder,
 )
 from nanoray.bench.harness.report import Record
-from nanoray.bench.harness.thin_links import DEVICE, LinkSpeed, ThinLinks, address_of
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
@@ -48,7 +47,6 @@ from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, conn
 if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
 
-LAUNCHERS = ("processes", "ray", "torchrun")
 START_S = 90.0  # for a rank to import torch and meet the others
 
 
@@ -57,15 +55,13 @@ class Where:
     """Which ranks to start, and how."""
 
     workers: int
-    launcher: str = "processes"
+    launcher: str = "processes"  # or ray, or torchrun
     device: str = "auto"
     backend: str = "auto"
     ray_address: str = "auto"
     timeout_s: float = 600.0  # of a collective, and of the ranks' silence
     shared: bool = False  # more ranks than devices: they take turns on them (processes only)
     threads: int = 0  # of each rank; 0: an equal share of the cores (not under torchrun)
-    nodes: int = 1  # of this machine, with equally many ranks, on links that a relay slows down
-    speed: LinkSpeed | None = None  # of each node's link; None: all ranks are on one node
 
 
 class Rank:
@@ -163,7 +159,6 @@ class RankChannel:
     """How a pool talks to the ranks that a launcher starts."""
 
     ranks: range
-    links: ThinLinks | None = None  # between nodes of this machine
 
     def start(self) -> None:
         """Start the ranks."""
@@ -216,7 +211,7 @@ class _Processes(RankChannel):
                 "gpu": "",
                 "uuid": "",
                 "device": "cpu",
-                "addr": address_of(0) if where.speed else "127.0.0.1",
+                "addr": "127.0.0.1",
                 "threads": threads,
                 "timeout_s": where.timeout_s,
             }
@@ -224,25 +219,15 @@ class _Processes(RankChannel):
                 # The rank sees only its own device, which is therefore the first
                 slot |= {"gpu": device.parent_uuid, "uuid": device.uuid, "device": "cuda:0"}
             self._slots.append(slot)
-        self._nodes = where.nodes
-        self._speed = where.speed
         self._children: list[Child] = []
         self._open: dict[Any, int] = {}  # stdout of each rank that still lives
         self._stack = ExitStack()
 
     def start(self) -> None:
         folder = self._stack.enter_context(scratch_folder())
-        if self._speed:
-            self.links = self._stack.enter_context(ThinLinks(self._nodes, self._speed, folder))
         for slot in self._slots:
             env = arm_environment() | {"CUDA_VISIBLE_DEVICES": slot["uuid"]}
             command = [sys.executable, "-m", "nanoray.bench.harness.ranks", json.dumps(slot)]
-            if self.links:
-                # The first rank of a node makes its end of the link, and the others join it there.
-                node, local_rank = divmod(slot["rank"], len(self._slots) // self._nodes)
-                first = self._children[-local_rank].process.pid if local_rank else None
-                command = self.links.command(node, command, first)
-                env["GLOO_SOCKET_IFNAME"] = DEVICE
             child = Child(command, env, folder / f"rank{slot['rank']}.log", pipes=True)
             self._children.append(child)
             self._open[child.process.stdout] = slot["rank"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanoray import __version__
 from nanoray.base.atomic import replace_text
@@ -27,8 +27,6 @@ from nanoray.mesh.rendezvous import runtime_nccl_version
 Record = dict[str, Any]
 # What a function on the ranks calls with each event; those of rank 0 arrive at the benchmark
 Emit = Callable[[Record], None]
-# What a column of wrong elements counts, where a benchmark does not count something else
-WRONG_ELEMENTS = "elements that differ from the exact result"
 # Variables that change what an arm measures. Without the files of compiled Python, which the first
 # one forbids, every process compiles torch again; the others choose threads and kernels.
 DISTORTING = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
@@ -405,15 +403,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Section(NamedTuple):
-    """What the page shows of one report: a figure as SVG, and the benchmark's own text."""
-
-    report: Report
-    svg: str = ""
-    lines: Sequence[str] = ()
-    wrong: str = WRONG_ELEMENTS  # what its column of wrong elements counts
-
-
 def condition(value: Any) -> str:
     """Write a value of the conditions in one line."""
     if isinstance(value, dict):
@@ -467,12 +456,8 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     return ["| " + " | ".join(line) + " |" for line in (header, rule, *lines)]
 
 
-def conditions(bench: str, argv: Sequence[str], command: str = "") -> Record:
-    """Return what the numbers depend on: versions, machine, load, date and command.
-
-    `command` starts the benchmark; without it, `python -m nanoray.bench NAME` does.
-    """
-    program = command or f"python -m nanoray.bench {bench}"
+def conditions(program: str, argv: Sequence[str]) -> Record:
+    """Return what the numbers depend on: versions, machine, load, date and command."""
     # From the packages' metadata: importing torch and Ray takes seconds
     installed: dict[str, str | None] = {}
     for name in ("torch", "ray"):

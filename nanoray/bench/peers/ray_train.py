@@ -6,20 +6,14 @@ process group is Ray Train's: `meet` takes it over. The loop does not call `repo
 logged step, as users of Ray Train do, because that waits for all ranks. Ray is found or started by
 the same function as in nanoray.launch. Ray Train may start its workers again `--max_failures`
 times; they go on from the newest of nanoray's own checkpoints.
-
-With NANORAY_PEER_DRAINS=1 it also does what Ray 2.60 recommends for a node that is going to be
-taken away: it asks `ray.train.get_preemption_info` in every ASK_EVERY steps, which waits for all
-ranks, saves a checkpoint when there is a notice, and trains on. Ray Train itself starts the workers
-again when the notice is over, which counts against max_preemption_failures (here without a limit).
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +21,10 @@ import ray
 import ray.train
 import ray.train.torch
 
-from nanoray.bench.killed import PEER_DRAINS
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.data.prepare import prepare
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import NanorayError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import cpu_share, local_slots
@@ -40,8 +33,6 @@ from nanoray.launch.connection import connected
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Order
 from nanoray.start.folder import open_run
-
-ASK_EVERY = 20  # steps between two questions for a notice
 
 
 def main(
@@ -84,16 +75,12 @@ def _fit(spec: RunSpec, loop: Callable[[dict[str, Any]], None], torch_config: An
     # As nanoray.placement reserves them, on one node
     cpus = 1.0 if use_gpu else spec.config.cpus_per_worker or cpu_share([has["CPU"]], workers)
     failures: dict[str, Any] = {"max_failures": spec.config.max_failures}
-    drains = os.environ.get(PEER_DRAINS) == "1"
-    if drains:
-        failures |= preemption_settings()
     trainer = ray.train.torch.TorchTrainer(
         loop,
         torch_config=torch_config,
         train_loop_config={
             "spec": spec.to_dict(),
             "threads": max(1, int(cpus)),
-            "drains": drains,
         },
         scaling_config=ray.train.ScalingConfig(
             num_workers=workers,
@@ -107,33 +94,6 @@ def _fit(spec: RunSpec, loop: Callable[[dict[str, Any]], None], torch_config: An
         ),
     )
     trainer.fit()
-
-
-def preemption_settings() -> dict[str, Any]:
-    """Return Ray Train's settings for announced ends of nodes. Raises ConfigError before Ray 2.60."""
-    known = {field.name for field in fields(ray.train.FailureConfig)}
-    settings: dict[str, Any] = {"max_preemption_failures": -1, "preemption_grace_s": 0.0}
-    if not settings.keys() <= known:
-        raise ConfigError(
-            f"Ray {ray.__version__} has no max_preemption_failures; use Ray 2.60 or newer"
-        )
-    return settings
-
-
-class Notice:
-    """Asks Ray Train whether a node is going to be taken away. (all ranks, equally often)"""
-
-    def __init__(self) -> None:
-        self._asked = 0
-        self._saved = False
-
-    def wanted(self) -> Order:
-        """Return the order that this rank votes for: SAVE once, when there is a notice."""
-        self._asked += 1
-        if self._saved or self._asked % ASK_EVERY:
-            return Order.GO_ON
-        self._saved = ray.train.get_preemption_info() is not None
-        return Order.SAVE if self._saved else Order.GO_ON
 
 
 def train_loop(args: dict[str, Any]) -> None:
@@ -170,8 +130,7 @@ def train_loop(args: dict[str, Any]) -> None:
     attempt = [next_attempt(spec.folder) if rank == 0 else 0]
     if world > 1:
         dist.broadcast_object_list(attempt, src=0)  # (all ranks)
-    wanted = Notice().wanted if args["drains"] else lambda: Order.GO_ON
-    train(replace(spec, attempt=attempt[0]), rendezvous, wanted=wanted, meet=take_over)
+    train(replace(spec, attempt=attempt[0]), rendezvous, wanted=lambda: Order.GO_ON, meet=take_over)
 
 
 def next_attempt(folder: Path) -> int:

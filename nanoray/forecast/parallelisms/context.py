@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from nanoray.config import Batch, Config
-from nanoray.forecast.job import Job
 from nanoray.forecast.parallelisms.record import (
     Compute,
     Parallelism,
@@ -67,17 +66,6 @@ def _gathered(sender: Sender, whole: float) -> list[Talk]:
     return [talk for talk in gathered if talk.times]
 
 
-def _words(config: Config, layout: Layout) -> dict[str, str]:
-    if config.cp_attention == "all_gather":
-        content = "all keys and values, per block; in backward the sums of their gradients"
-    else:
-        content = (
-            "keys and values round a ring, per block, forward and backward each, and their "
-            "gradients"
-        )
-    return {"cp": content}
-
-
 def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
     """Yield sizes with which a rank has two equal parts of a sequence, worth their messages.
 
@@ -88,16 +76,6 @@ def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
         is_worth = tokens % (2 * size) == 0 and tokens // size >= LEAST_TOKENS
         if size == 1 or is_worth:
             yield replace(layout, dp=layout.dp // size, cp=size)
-
-
-def _refusal(job: Job, layout: Layout) -> str | None:
-    parts = 2 * layout.cp
-    if layout.cp > 1 and job.shape.block_size % parts:
-        return f"2*cp does not divide block_size = {job.shape.block_size}"
-    first = job.config.seq_warmup_from
-    if layout.cp > 1 and job.config.seq_warmup_steps and first % parts:
-        return f"2*cp does not divide the {first} tokens with which seq_warmup_steps begins"
-    return None
 
 
 def _hides(compute: Compute) -> dict[str, float]:
@@ -123,9 +101,7 @@ CONTEXT = Parallelism(
     key="cp",
     in_pass=True,
     talks=talks,
-    words=_words,
     tries=_tries,
-    refusal=_refusal,
     hides=_hides,
     keeps=_keeps,
 )

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from nanoray.config import Config
 from nanoray.config.mesh import SHARDS_STATE
 from nanoray.forecast.job import Job
 from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, Tried, divisors
@@ -115,19 +114,6 @@ def _slices(sender: Sender, mode: str, nbytes: int) -> list[Talk]:
     return [scatter, scatter._replace(op="all_gather")]
 
 
-def _words(config: Config, layout: Layout) -> dict[str, str]:
-    # Groups of replicas sum gradients in two steps, in place of one sum over all data ranks.
-    if layout.replicas > 1:
-        return {
-            "shard": "gradients to the rank that updates them, and weights back",
-            "replica": "sums of gradients, once per step",
-        }
-    # Gradients are summed over parts of sequences as over data replicas.
-    (axis,) = layout.gradient_axes
-    rest = " of the rest" if layout.ep > 1 else ""
-    return {axis: f"gradients{rest}, once per step"}
-
-
 def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
     """Yield all data ranks as one group and, on nodes, groups that fill whole nodes."""
     yield layout
@@ -139,26 +125,14 @@ def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
         if replicas in (1, layout.dp):
             continue
         grouped = replace(layout, replicas=replicas)
-        if ranks_of_group(grouped) % per_node == 0:
+        # The ranks of a group are next to each other.
+        if grouped.shard_size * grouped.tp % per_node == 0:
             yield grouped
-
-
-def ranks_of_group(layout: Layout) -> int:
-    """Return the ranks, next to each other, of one group of replicas: meant to fill a node."""
-    return layout.shard_size * layout.tp
-
-
-def _refusal(job: Job, layout: Layout) -> str | None:
-    if job.sequences % layout.dp:
-        return f"dp does not divide the step's {job.sequences} sequences"
-    return None
 
 
 DATA = Parallelism(
     key="replicas",
     in_pass=False,
     talks=talks,
-    words=_words,
     tries=_tries,
-    refusal=_refusal,
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import nn
 
 from nanoray.config import Config
-from nanoray.forecast.job import Job
 from nanoray.forecast.parallelisms.record import (
     Parallelism,
     Sender,
@@ -39,25 +38,10 @@ def talks(sender: Sender) -> list[Talk]:
     ]
 
 
-def _words(config: Config, layout: Layout) -> dict[str, str]:
-    if layout.ep == 1:
-        return {}
-    return {
-        "ep": "tokens to their experts and back, per block, forward and backward each",
-        "edp": "gradients of experts, once per step",
-    }
-
-
 def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
     # The ranks that share experts are data ranks, so dp stays.
     for size in divisors(layout.dp) if tried.job.shape.experts else [1]:
         yield replace(layout, ep=size)
-
-
-def _refusal(job: Job, layout: Layout) -> str | None:
-    if job.shape.experts % layout.ep:
-        return f"ep does not divide experts = {job.shape.experts}"
-    return None
 
 
 def _cut(model: nn.Module, config: Config, place: Coords) -> None:
@@ -68,8 +52,6 @@ EXPERTS = Parallelism(
     key="ep",
     in_pass=True,
     talks=talks,
-    words=_words,
     tries=_tries,
-    refusal=_refusal,
     cut=_cut,
 )

@@ -7,9 +7,8 @@ from collections.abc import Collection
 from torch import nn
 
 from nanoray.config import Config
-from nanoray.forecast.job import Job
 from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, every_size
-from nanoray.mesh.layout import Coords, Layout
+from nanoray.mesh.layout import Coords
 from nanoray.parallel.pp import split
 
 
@@ -36,20 +35,6 @@ def talks(sender: Sender) -> list[Talk]:
     return sent
 
 
-def _words(config: Config, layout: Layout) -> dict[str, str]:
-    return {"pp": "the residual stream of each micro batch, and its gradient back"}
-
-
-def _refusal(job: Job, layout: Layout) -> str | None:
-    # Each stage of an interleaved pipeline holds several chunks of layers.
-    chunks_of_stage = job.config.chunks
-    parts = layout.pp * chunks_of_stage if layout.pp > 1 else 1
-    if job.shape.n_layer % parts:
-        chunks = f"*chunks = pp*{chunks_of_stage}" if chunks_of_stage > 1 else ""
-        return f"pp{chunks} does not divide n_layer = {job.shape.n_layer}"
-    return None
-
-
 def _cut(model: nn.Module, config: Config, place: Coords) -> None:
     split(model, place.pp, config.pp, config.chunks)
 
@@ -64,9 +49,7 @@ PIPELINE = Parallelism(
     key="pp",
     in_pass=True,
     talks=talks,
-    words=_words,
     tries=every_size("pp"),
-    refusal=_refusal,
     cut=_cut,
     holders=_holders,
 )

@@ -2,9 +2,7 @@
 
     key        of its size, in the configuration and in a Layout
     talks      what a rank sends in a step, as kinds of collectives
-    words      what its groups exchange, for a dry run
     tries      the sizes that a search tries
-    refusal    the rule of arithmetic that a layout breaks, for a search
     hides      the compute beside which some of its messages travel
     keeps      activations beside those of models/costs.py
     cut        how it cuts a whole model for one rank
@@ -127,11 +125,8 @@ class Parallelism:
     # What compute waits for in the midst of a pass counts as this part of a step, else as dp
     in_pass: bool
     talks: Callable[[Sender], list[Talk]]
-    # From a configuration and its layout to contents by axis of Layout.steps
-    words: Callable[[Config, Layout], Mapping[str, str]]
     # From a layout without this way to those with each of its sizes
     tries: Tries = _one_size
-    refusal: Callable[[Job, Layout], str | None] = lambda job, layout: None
     # Seconds by the `when` of talks
     hides: Callable[[Compute], Mapping[str, float]] = lambda compute: {}
     # Bytes by part. The batch is that of one rank.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from nanoray.config import Config
-from nanoray.forecast.job import Job
 from nanoray.forecast.parallelisms.record import (
     Parallelism,
     Sender,
@@ -13,7 +12,7 @@ from nanoray.forecast.parallelisms.record import (
     axis_of,
     every_size,
 )
-from nanoray.mesh.layout import Coords, Layout
+from nanoray.mesh.layout import Coords
 from nanoray.models.weights import layers_of
 from nanoray.parallel import tp
 
@@ -115,31 +114,6 @@ def _partial_rows(sender: Sender) -> int:
     return rows
 
 
-def _words(config: Config, layout: Layout) -> dict[str, str]:
-    sums = "all-gathers and 2 reduce-scatters" if config.sequence_parallel else "sums"
-    return {"tp": f"2 {sums} of activations per block, forward and backward each"}
-
-
-def _refusal(job: Job, layout: Layout) -> str | None:
-    shape = job.shape
-    cut = {
-        "n_head": shape.n_head,
-        "4*n_embd": 4 * shape.n_embd,
-        "the padded vocabulary": shape.padded_vocab,
-    }
-    if shape.experts:
-        cut["expert_hidden"] = shape.expert_hidden  # ep divides the number of experts
-    for name, size in cut.items():
-        if size % layout.tp:
-            return f"tp does not divide {name} = {size}"
-    # The positions that a rank of cp has
-    own = shape.block_size // layout.cp
-    if job.cuts_sequence(layout) and own % layout.tp:
-        of_rank = "block_size/cp" if layout.cp > 1 else "block_size"
-        return f"sequence_parallel: tp does not divide {of_rank} = {own}"
-    return None
-
-
 def _cut(model: nn.Module, config: Config, place: Coords) -> None:
     tp.cut(model, axis_of("tp", config.tp, place.tp))
 
@@ -148,8 +122,6 @@ TENSOR = Parallelism(
     key="tp",
     in_pass=True,
     talks=talks,
-    words=_words,
     tries=every_size("tp"),
-    refusal=_refusal,
     cut=_cut,
 )

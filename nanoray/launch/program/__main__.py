@@ -26,7 +26,7 @@ from nanoray.launch.__main__ import lasting_out_dir, ray_address
 from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.placement import Placement
-from nanoray.launch.program.driver import Program, ProgramDriver
+from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.signals import catch_signals
 from nanoray.own.settings import DEFAULTS
 
@@ -113,7 +113,7 @@ def run(argv: list[str]) -> int:
     keys = {key: args[key] for key in KEYS if key in args}
     keys.setdefault("name", name_of_file(words[0]))
     config = make_config(DEFAULTS | {"max_failures": 3} | keys)
-    program = Program(
+    program = RankProgram(
         kind,
         words,
         Path(),
@@ -126,7 +126,7 @@ def run(argv: list[str]) -> int:
     return launch(config, program, args["dry_run"])
 
 
-def launch(config: Config, program: Program, dry_run: bool) -> int:
+def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
     """Take devices, run a program on them, and give everything back; return its exit code."""
     refuse_many_starts(os.environ, "`nanoray run`")
     attached = caller_address(config)

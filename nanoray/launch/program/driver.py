@@ -46,7 +46,7 @@ LINES_SHOWN = 15  # of the failed rank's output
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """What is run, and how."""
 
     kind: str  # script | module | command
@@ -63,7 +63,7 @@ class Program:
         return self.folder / "logs" / f"rank{rank}.log"
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """How a rank has failed."""
 
     rank: int
@@ -80,13 +80,13 @@ class StopRequestedNow(Exception):
 class ProgramDriver:
     """Runs a program as ranks, again and again, until it ends or must not be tried again."""
 
-    def __init__(self, program: Program, place: Placement, stop: Stop) -> None:
+    def __init__(self, program: RankProgram, place: Placement, stop: Stop) -> None:
         self.program = program
         self.place = place
         self.stop = stop
         self.actors: list[Any] = []
         self.facts: list[dict[str, Any]] = []
-        self.failures: list[Failure] = []
+        self.failures: list[RankFailure] = []
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
         self._shown: list[bytes] = []  # with tee all: a line that has not ended
@@ -109,7 +109,7 @@ class ProgramDriver:
         finally:
             self._close()
 
-    def _attempt(self) -> Failure | None:
+    def _attempt(self) -> RankFailure | None:
         """Start all ranks and watch them; return the first failure. Raises StopRequestedNow."""
         try:
             self._create()
@@ -118,7 +118,9 @@ class ProgramDriver:
         except RayError as error:
             self._close()
             line = " ".join(str(error).split())[:200]
-            return Failure(-1, f"a node, or Ray's process on it, was lost: {line}", 1, time.time())
+            return RankFailure(
+                -1, f"a node, or Ray's process on it, was lost: {line}", 1, time.time()
+            )
 
     # Start.
 
@@ -204,7 +206,7 @@ class ProgramDriver:
 
     # Watch.
 
-    def _watch(self) -> Failure | None:
+    def _watch(self) -> RankFailure | None:
         """Watch all ranks until all have ended, or one has failed; return that one."""
         moved_at = time.monotonic()
         before: list[tuple[int, float]] = []
@@ -265,7 +267,7 @@ class ProgramDriver:
 
     # Failures.
 
-    def _failure_of(self, rank: int, answer: dict[str, Any]) -> Failure:
+    def _failure_of(self, rank: int, answer: dict[str, Any]) -> RankFailure:
         """Describe how a rank's program has ended."""
         code: int = answer["code"]
         if code < 0:
@@ -275,13 +277,13 @@ class ProgramDriver:
                 how = "was killed by the kernel: its cgroup was out of memory"
             elif -code == signal.SIGSEGV:
                 how = "was ended by SIGSEGV, a segmentation fault"
-            return Failure(rank, how, 128 - code, answer["at"])
+            return RankFailure(rank, how, 128 - code, answer["at"])
         kind, message = self._error_of(rank)
         how = f"ended with exit code {code}"
         if kind:
             how = f"raised {kind}: {message}" if message else f"raised {kind}"
         curable = kind not in INCURABLE and not (code == USAGE and not kind)
-        return Failure(rank, how, code, answer["at"], curable)
+        return RankFailure(rank, how, code, answer["at"], curable)
 
     def _error_of(self, rank: int) -> tuple[str, str]:
         """Return class and message of the error that has ended a rank's program; "" if unknown."""
@@ -294,7 +296,7 @@ class ProgramDriver:
         kind, message = errors[-1]
         return kind.decode(), message.decode(errors="replace")[:300]
 
-    def _hung(self, idle_s: float) -> Failure:
+    def _hung(self, idle_s: float) -> RankFailure:
         """Collect the stacks of all ranks, end them, and say where each was."""
         for actor in self.actors:
             actor.show_stacks.remote()
@@ -310,7 +312,7 @@ class ProgramDriver:
         self._end()
         where = "; ".join(places) or "the stacks are in their logs"
         how = f"did not move, as no other rank did, for {idle_s:.0f} s: {where}"
-        return Failure(0, how, 1, time.time())
+        return RankFailure(0, how, 1, time.time())
 
     def reason_to_give_up(self, begun: float) -> str:
         """Return why the newest failure is not followed by another try; "" if it is."""
@@ -325,7 +327,7 @@ class ProgramDriver:
             return f"the same failure at once, {SAME_AT_ONCE} times"
         return ""
 
-    def _report(self, failure: Failure, reason: str) -> None:
+    def _report(self, failure: RankFailure, reason: str) -> None:
         """Print a failure and what follows, and write it into faults.jsonl."""
         name = "a rank"
         if failure.rank >= 0:

@@ -25,7 +25,6 @@ from nanoray.data.dataset import DatasetInfo, own_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.owners import rank_model
-from nanoray.forecast.scale import known_dataset
 from nanoray.forecast.trial import Loss
 from nanoray.host.choose import choose_attention, choose_precision
 from nanoray.host.host import cpu_features
@@ -37,6 +36,7 @@ from nanoray.models.resnet import ResNetShape
 from nanoray.own.program import call_until_fit
 from nanoray.own.settings import DEFAULTS
 from nanoray.own.task import OwnTask
+from nanoray.start.plan import known_dataset
 from nanoray.state.state_dict import StateDict
 
 PROG = "nanoray inspect"

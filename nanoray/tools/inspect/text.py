@@ -71,9 +71,8 @@ def figures_of(description: dict[str, Any]) -> dict[str, str]:
         f"one micro batch, {batch['units']:,} {batch['unit']}",
         "FLOPs": f"{counted}{formula}",
     }
-    for number, line in enumerate(description["memory"]):
-        label = f"memory {number}" if number else "memory"
-        facts[label] = line
+    if description["memory"]:
+        facts["memory"] = description["memory"]
     return facts
 
 

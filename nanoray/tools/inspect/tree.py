@@ -12,9 +12,10 @@ from nanoray import __version__
 from nanoray.base.script_errors import one_line
 from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
+from nanoray.forecast.job import assume_device
 from nanoray.forecast.owners import Holder, holders_of
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
-from nanoray.forecast.rank_memory import assume_device, memory_lines, rank_memory
+from nanoray.forecast.rank_memory import largest_rank, memory_line
 from nanoray.forecast.trial import Seen, TrialPass, trial_on_fakes
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.mesh.pieces import Box, Piece
@@ -110,19 +111,19 @@ def _flops(subject: Subject) -> int | None:
     return None
 
 
-def _memory(subject: Subject) -> list[str]:
-    """Return the lines of a dry run on the memory of a rank, one for each stage."""
+def _memory(subject: Subject) -> str | None:
+    """Return the line of a dry run on the memory of the rank that needs most."""
     config = subject.config
     batch = subject.batch
     shape = subject.shape
     # There are no formulas for the activations of a script's own model.
     if not isinstance(shape, ModelShape | ResNetShape):
-        return []
+        return None
     device = assume_device(config)
-    stages = [rank_memory(config, shape, batch, device, stage) for stage in range(config.pp)]
-    lines = memory_lines(config, batch, device.precision, stages)
+    stage, parts = largest_rank(config, shape, batch, device)
+    line = memory_line(config, batch, device.precision, parts, stage)
     # The caller writes the label itself.
-    return [line.removeprefix("memory").lstrip() for line in lines]
+    return line.removeprefix("memory").lstrip()
 
 
 def modules_of(subject: Subject, trial: TrialPass | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench soak`: a training under random faults must end like one without.
+"""`python -m tests.stress soak`: a training under random faults must end like one without.
 
     calibrate ─► clean run ─► the same run, with a fault every 20 s or so ─► compare ─► look for leftovers
 
@@ -23,19 +23,6 @@ from typing import Any
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.base.text import aligned
-from nanoray.bench.chaos import (
-    FAST_HEALTH,
-    WEIGHTS,
-    Chaos,
-    FaultEvent,
-    ObservedRun,
-    SeenRun,
-    SoakFailed,
-    fault_records,
-    survive,
-)
-from nanoray.bench.cluster import NodeCluster
-from nanoray.bench.harness import leaks
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
@@ -54,6 +41,19 @@ from nanoray.faults.cause import read_reports
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import local_slots
+from tests.harness import leaks
+from tests.stress.chaos import (
+    FAST_HEALTH,
+    WEIGHTS,
+    Chaos,
+    FaultEvent,
+    ObservedRun,
+    SeenRun,
+    SoakFailed,
+    fault_records,
+    survive,
+)
+from tests.stress.cluster import NodeCluster
 
 CLEAN = "clean"
 FAULTY = "faulty"
@@ -135,7 +135,7 @@ def _draw_steps(axes: Any, report: Report) -> None:
 class SoakBenchmark(Benchmark):
     """Train under random faults, and compare the weights with a run without."""
 
-    wrong = "tensors and logged values that differ from the clean run's; what was left behind"
+    # Wrong: tensors and logged values that differ from the clean run's; what was left behind
     numbers = (
         Number("minutes", "of the whole, more or less", 30.0, 2.0),
         Number("share", "of these minutes for the clean run", 0.4),

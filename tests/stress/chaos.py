@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.proc import stat_of
-from nanoray.bench.cluster import POLL_S, NodeCluster
 from nanoray.bench.harness.processes import Child, send_signal
 from nanoray.faults.cause import Failure
 from nanoray.faults.progress import LEFT, ProgressFile
+from tests.stress.cluster import POLL_S, NodeCluster
 
 KILL = "kill rank"
 FREEZE = "freeze rank"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import nanoray.bench.__main__ as bench
-from nanoray.bench import equivalence
-from nanoray.bench.equivalence import CASES, SGD, arms_for, largest, must_equal
+import tests.stress.__main__ as stress
 from nanoray.bench.harness import benchmark
 from nanoray.bench.strategies import MODES
 from tests.ranks.conftest import Wrong
+from tests.stress import equivalence
+from tests.stress.equivalence import CASES, SGD, arms_for, largest, must_equal
 
 FLAGS = ["equivalence", "--device", "cpu"]
 
@@ -42,7 +42,8 @@ def test_every_mode_trains_as_one_process_does(
     monkeypatch.setattr(equivalence, "CASES", {case: CASES[case] for case in cases})
     files = [f"--json={tmp_path / 'e.json'}", f"--figure={tmp_path / 'e.png'}"]
     assert (
-        bench.main([*FLAGS, "--workers", "2", *([] if checkpointing else ["--quick"]), *files]) == 0
+        stress.main([*FLAGS, "--workers", "2", *([] if checkpointing else ["--quick"]), *files])
+        == 0
     )
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
@@ -169,7 +170,7 @@ def test_which_arms_run_at_how_many_ranks() -> None:
 def test_ranks_that_do_not_divide_the_batch_are_refused(
     workers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main([*FLAGS, "--workers", workers]) == 2
+    assert stress.main([*FLAGS, "--workers", workers]) == 2
     assert (
         f"workers = {workers}: one rank shares nothing, and 168 samples" in capsys.readouterr().err
     )
@@ -179,7 +180,7 @@ def test_a_word_chooses_arms(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started ranks"))
-    assert bench.main([*FLAGS, "--workers", "3", "--quick", "--only", "replicas"]) == 2
+    assert stress.main([*FLAGS, "--workers", "3", "--quick", "--only", "replicas"]) == 2
     assert "only = replicas: none of the arms at 3 ranks; they are ddp, " in capsys.readouterr().err
 
 

@@ -1,41 +1,42 @@
-"""A Ray cluster whose nodes are taken away, and come back: for `bench recovery` and `soak`.
+"""A Ray cluster whose nodes are taken away, and come back: for `tests.stress soak`.
 
-    head   the driver, or Ray Train's controller, and perhaps ranks
+    head   the driver, and perhaps ranks
     nodes  1 CPU each, for one rank
 
-A node ends as a cloud ends it: by SIGKILL of everything on it, at once or at the end of a notice.
+A node ends as a cloud ends it: by SIGKILL of everything on it.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from nanoray.base.proc import stat_of
 from nanoray.bench.harness.processes import (
     CLUSTER_START_S,
+    FEW_OBJECTS,
     Child,
     ChildFailed,
     is_up,
-    node_command,
+    python_in,
     ray_head,
 )
 from nanoray.host.slots import Slots
 
 MOST_FAILED_STARTS = 3  # of nodes, until a cluster is given up
-COMMAND_S = 60.0  # for one command of Ray's
 POLL_S = 0.1
-# The id of each living node of one name, as a line of JSON
-ASK_NODES = (
-    "import json, ray; ray.init(address='auto', log_to_driver=False); "
-    "print(json.dumps({n['NodeName']: n['NodeID'] for n in ray.nodes() if n['Alive']}))"
-)
+
+
+def node_command(folder: Path, address: str, gpus: int = 0) -> list[str]:
+    """Return the command for a node of one CPU that joins the head at `address`.
+
+    `folder` is the head's.
+    """
+    command = [python_in(folder), "-m", "ray.scripts.scripts", "start", f"--address={address}"]
+    command += ["--block", "--num-cpus=1", f"--num-gpus={gpus}", FEW_OBJECTS]
+    return [*command, "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
 
 
 class NodeCluster:
@@ -121,36 +122,6 @@ class NodeCluster:
         env = self.env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         log = self.folder / f"{name}.log"
         self.nodes[name] = Child([*command, f"--node-name={name}"], env, log)
-
-    def node_of(self, pid: int) -> str | None:
-        """Return the name of the node that a process is on; None for the head."""
-        stat = stat_of(pid)
-        for name, node in self.nodes.items():
-            if stat and int(stat[3]) == node.process.pid:
-                return name
-        return None
-
-    def drain(self, name: str, notice_s: float) -> float:
-        """Announce the end of a node; return the moment of the notice. Raises ChildFailed."""
-        ids = json.loads(self._ask([sys.executable, "-c", ASK_NODES]))
-        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
-        command += [f"--address={self.address}", f"--node-id={ids[name]}"]
-        command += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=bench recovery"]
-        command += [f"--deadline-remaining-seconds={round(notice_s)}"]
-        self._ask(command)
-        # The command takes seconds to start, and sends its request at its end.
-        return time.time()
-
-    def _ask(self, command: list[str]) -> str:
-        try:
-            done = subprocess.run(
-                command, env=self.env, capture_output=True, text=True, timeout=COMMAND_S
-            )
-        except subprocess.TimeoutExpired:
-            raise ChildFailed(f"{' '.join(command[:4])} took over {COMMAND_S:g} s") from None
-        if done.returncode:
-            raise ChildFailed(f"{' '.join(command[:4])} failed\n{done.stdout}{done.stderr}")
-        return done.stdout.splitlines()[-1] if done.stdout else ""
 
     def take(self, name: str, back_s: float = 0.0) -> int:
         """Kill everything on a node, at once, and return how many processes that were.

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench tune`: what `nanoray tune` finds, beside the present setting and a full grid.
+"""`python -m tests.stress tune`: what `nanoray tune` finds, beside the present setting and a full grid.
 
     search    as `nanoray tune` does, on one rank
     grid      every combination of what the search may change: one turn of all, then more turns of the
@@ -144,10 +144,8 @@ class TuneBenchmark(Benchmark):
     """Compare what a search finds with the present setting and a full grid."""
 
     joins_torchrun = True
-    wrong = (
-        f"losses that differ from the present setting's by more than {EQUAL:g} in float32, and by "
-        "more than rounding explains in another precision, relative"
-    )
+    # Wrong: losses that differ from the present setting's by more than EQUAL in float32, and by
+    # more than rounding explains in another precision, relative
     numbers = (
         Number("rounds", "turns of the last comparison", usual=9, few=2),
         Number("budget_s", "seconds of a search", 600.0, 2.0),
@@ -213,7 +211,7 @@ class TuneBenchmark(Benchmark):
                     "block_s": 0.05 if args.quick else LONGEST_S,
                     "leave": [] if args.compile else ["compile"],
                 }
-                for event in pool.run("nanoray.bench.tune:tune_rank", order):
+                for event in pool.run("tests.stress.tune:tune_rank", order):
                     say(f"{subject}  {event['line']}")
                     for what, *row, wrong in event["rows"]:
                         report.add(_arm(subject, what), *row, wrong=wrong)

@@ -1,4 +1,4 @@
-"""`bench tune` on a real rank: every part of it runs, and the report has its rows."""
+"""`tests.stress tune` on a real rank: every part of it runs, and the report has its rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.report import Report
+from tests.stress import __main__ as stress
 
 
 def test_a_subject_is_searched_walked_and_compared(
@@ -17,7 +17,7 @@ def test_a_subject_is_searched_walked_and_compared(
     out = tmp_path / "tune.json"
     flags = ["--quick", "--subjects", "encoder", "--workers", "1", "--device", "cpu"]
     # In this process, which has its rank forked: a new one would import torch
-    assert bench.main(["tune", *flags, "--json", str(out)]) == 0
+    assert stress.main(["tune", *flags, "--json", str(out)]) == 0
     report = Report.read(out)
     for what in ("as it is", "tuned", "best of the grid"):
         row = report.row(f"encoder: {what}", "step")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench import cluster as module
-from nanoray.bench.cluster import MOST_FAILED_STARTS, NodeCluster
 from nanoray.bench.harness.processes import ChildFailed
 from nanoray.host.slots import Slots
+from tests.stress import cluster as module
+from tests.stress.cluster import MOST_FAILED_STARTS, NodeCluster
 
 
 class Node:

@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench equivalence`: does every way to share a batch train the same model?
+"""`python -m tests.stress equivalence`: does every way to share a batch train the same model?
 
 A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in
 every data-parallel mode, with and without activation checkpointing, and with context, tensor and
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from nanoray.mesh.mesh import Mesh
 
-ENTRY = "nanoray.bench.equivalence:measure_rank"
+ENTRY = "tests.stress.equivalence:measure_rank"
 SGD = {"optimizer": "sgd", "grad_clip": 0.0, "lr": 0.1}
 ADAMW = {"optimizer": "adamw", "grad_clip": 0.1, "lr": 1e-3}
 CASES: dict[str, Record] = {
@@ -133,7 +133,7 @@ class EquivalenceBenchmark(Benchmark):
     """Compare losses and weights of every data-parallel mode with one process."""
 
     joins_torchrun = True
-    wrong = "ranks above the limit, or modes that must be equal to the bit and are not"
+    # Wrong: ranks above the limit, or modes that must be equal to the bit and are not
     tables = (
         Table(
             _every_arm,
