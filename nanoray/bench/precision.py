@@ -2,7 +2,7 @@
 
 One process trains a small GPT in every precision, on the same batches, and measures apart:
 gradients that underflow, updates that are lost, and means over ranks that
-overflow. docs/precision/measured.md explains the rows.
+overflow. docs/precision.md explains the rows.
 """
 
 from __future__ import annotations

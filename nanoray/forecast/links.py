@@ -112,7 +112,7 @@ def complete_topology(name: str) -> Topology:
     if missing:
         raise ConfigError(
             f"topology {name} has no number for {' and '.join(missing)}; write numbers into a YAML "
-            "file, or for this machine run `python -m nanoray.bench layouts`"
+            "file, or for this machine run `python -m nanoray.bench layouts predicted`"
         )
     return topology
 
