@@ -220,14 +220,11 @@ def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:
     saved_shape = meta.get("model_shape") or {}
     saved = (meta.get("config") or {}) | saved_shape
 
-    # A shape has no keys of features that it does not use. Where one of the two has such a key, it
-    # counts as unused in the other.
+    # A shape has no keys of features that it does not use.
     expected = dict(model_shape)
     if model_shape and saved_shape:
-        for key, unused in _UNUSED.items():
-            if key in saved_shape or key in expected:
-                saved[key] = saved_shape.get(key, unused)
-                expected.setdefault(key, unused)
+        saved |= _UNUSED | saved_shape
+        expected = _UNUSED | expected
 
     differences = []
     for key, value in expected.items():

@@ -21,7 +21,6 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -195,11 +194,8 @@ def new_folder(out_dir: Path, name: str) -> Path:
                 continue
             return folder
     except OSError as error:
-        remedy = "give a writable --out_dir"
-        if error.errno == errno.ENAMETOOLONG:
-            remedy = "shorten --out_dir"
         raise ConfigError(
-            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; {remedy}"
+            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; give another --out_dir"
         ) from None
     raise ConfigError(
         f"out_dir = {out_dir} already has 999 runs of this second; use another --name"

@@ -17,9 +17,9 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,18 +149,13 @@ class CheckpointWriter:
             return self._fatal
 
         # Beside training: every rank writes a copy of its part in a thread.
-        try:
-            copy = self._copy(state)
-        except CheckpointError as error:
-            # The next checkpoint reports to rank 0 that this rank's part is missing.
-            self._outcome = error
-            if first:
-                assert draft
-                draft.discard()
-                self._handle_outcome(step, final)
-            return self._fatal
-        self._start_thread(step, write, copy)
-        return None
+        if self._write_beside(step, write, state):
+            return None
+        # The next checkpoint reports to rank 0 that this rank's part is missing.
+        if draft:
+            draft.discard()
+            self._handle_outcome(step, final)
+        return self._fatal
 
     def _settle_parts(self, mesh: Mesh) -> None:
         """Wait for the write in progress on every rank. (all ranks)
@@ -208,17 +203,12 @@ class CheckpointWriter:
         self, draft: checkpoint.Draft | None, temp: Path, rank: int, writers: int, state: StateDict
     ) -> None:
         """Write this rank's part, on rank 0 commit; store the outcome. Also runs in the thread."""
-        start = time.perf_counter()
-        try:
-            self._wait_for_copy()
+        with self._outcome_kept():
             if draft:
                 keep = self._spec.config.keep_checkpoints
                 checkpoint.save_shared(draft, state, writers, keep, self._require_parts)
             else:
                 parts.write(temp, rank, state)
-            self._outcome = time.perf_counter() - start
-        except Exception as error:  # raised again, or counted, in the training thread
-            self._outcome = error
 
     def _require_parts(self) -> None:
         """Raise CheckpointError when a part that rank 0 waits for will not be written."""
@@ -242,19 +232,24 @@ class CheckpointWriter:
             self._write(state)
             self._handle_outcome(step, final)
             return self._fatal
+        if self._write_beside(step, self._write, state):
+            return None
+        self._handle_outcome(step, final)
+        return self._fatal
+
+    def _write_beside(
+        self, step: int, write: Callable[[StateDict], None], state: StateDict
+    ) -> bool:
+        """Copy `state`, and write the copy in a thread. Returns False without memory for it."""
         try:
             copy = self._copy(state)
         except CheckpointError as error:
             self._outcome = error
-            self._handle_outcome(step, final)
-            return self._fatal
-        self._start_thread(step, self._write, copy)
-        return None
-
-    def _start_thread(self, step: int, write: Callable[[StateDict], None], copy: StateDict) -> None:
+            return False
         self._step = step
         self._thread = threading.Thread(target=write, args=(copy,), daemon=True)
         self._thread.start()
+        return True
 
     def _copy(self, state: StateDict) -> StateDict:
         """Start a copy, and return it. Raises CheckpointError without memory."""
@@ -314,18 +309,18 @@ class CheckpointWriter:
 
     def _write(self, state: StateDict) -> None:
         """Write a checkpoint and store the outcome. Also runs in the thread."""
-        start = time.perf_counter()
         spec = self._spec
+        with self._outcome_kept():
+            keep = spec.config.keep_checkpoints
+            checkpoint.save(spec.checkpoints, state, keep, str(spec.attempt), self._fence)
+
+    @contextmanager
+    def _outcome_kept(self) -> Iterator[None]:
+        """Write inside, once the copy is done; keep the seconds or the error, which a thread cannot raise."""
+        start = time.perf_counter()
         try:
-            # Exceptions cannot leave a thread, so they are stored.
             self._wait_for_copy()
-            checkpoint.save(
-                spec.checkpoints,
-                state,
-                spec.config.keep_checkpoints,
-                str(spec.attempt),
-                self._fence,
-            )
+            yield
             self._outcome = time.perf_counter() - start
         except Exception as error:  # raised again, or counted, in the training thread
             self._outcome = error

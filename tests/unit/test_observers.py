@@ -182,17 +182,6 @@ def test_console_prints_one_line_per_record() -> None:
     )
 
 
-def test_the_remaining_time_begins_anew_when_the_clock_is_set_back() -> None:
-    console = Console(2000, io.StringIO())
-    lines = [console.line(record(step)) for step in (1, 100)]
-    assert "eta" not in lines[0]
-    assert "eta " in lines[1]
-    back = record(200) | {"time": record(1)["time"] - 3600}
-    assert "eta" not in console.line(back)
-    later = record(300) | {"time": back["time"] + 100}
-    assert console.line(later).endswith("eta 28:20"), "1,700 steps of a second"
-
-
 def test_a_file_that_is_missing_or_torn_has_no_values(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     assert read_json(path) == {}

@@ -29,7 +29,6 @@ class Console(Observer):
         self.max_steps = max_steps
         self._stream = stream  # None: stdout, or the logging of a program
         self._first: tuple[float, int] | None = None
-        self._newest = 0.0  # when the newest record was made
 
     def on_length(self, steps: int) -> None:
         """Count to that step from now on."""
@@ -84,10 +83,9 @@ class Console(Observer):
     def eta(self, record: dict[str, Any]) -> list[str]:
         """Return `eta` and the remaining time, by the mean since the first record; [] at that one."""
         step = record["step"]
-        # A restart may begin before the first line, and a clock that was set back before the newest.
-        starts = self._first is None or step < self._first[1] or record["time"] < self._newest
-        self._newest = record["time"]
-        if self._first is None or starts:
+        if (
+            self._first is None or step < self._first[1]
+        ):  # a restart may begin before the first line
             self._first = (record["time"], step)
         first_time, first_step = self._first
         if step == first_step:

@@ -100,6 +100,9 @@ def _step_of(line: bytes) -> float:
         return float("inf")  # a torn last line of a killed run
 
 
+FLUSH_S = 10  # seconds between two writes of events to the disk, by a thread of torch
+
+
 class TensorBoardWriter(Observer):
     """TensorBoard events under tb/: the configuration as text, each metric as a scalar.
 
@@ -118,7 +121,9 @@ class TensorBoardWriter(Observer):
 
     def _begin(self) -> None:
         """Begin a file. Raises OSError."""
-        self._writer = self._make(str(self._folder), purge_step=self._first_step, max_queue=1000)
+        self._writer = self._make(
+            str(self._folder), purge_step=self._first_step, max_queue=1000, flush_secs=FLUSH_S
+        )
         self._writer.add_text("config", f"```json\n{self._config_json}\n```", 0)
 
     def rewind(self, step: int) -> None:
