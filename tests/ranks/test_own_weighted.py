@@ -176,8 +176,8 @@ def as_number(loss: Weighted) -> float:
     ("later", "message"),
     [
         (mean_of, "the loss is nanoray.Weighted for some batches and a me"),
-        (nothing, "the loss of a batch is None; return its mean"),
-        (as_number, "the loss of a batch is the number "),
+        (nothing, "the loss of a batch is a NoneType; return its mean"),
+        (as_number, "the loss of a batch is a float; return"),
     ],
     ids=["a mean", "None", "a number"],
 )

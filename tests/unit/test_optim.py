@@ -139,9 +139,7 @@ def test_foreign_state_is_refused() -> None:
     one = {f"{k}.weight": torch.zeros(2, 3) for k in ("exp_avg", "exp_avg_sq")} | {
         "step.weight": torch.zeros(())
     }
-    with pytest.raises(
-        CheckpointError, match="but SGD needs nothing; resume with the optimizer that wrote it"
-    ):
+    with pytest.raises(CheckpointError, match="but SGD needs nothing; resume with the optimizer"):
         load_optimizer_tensors(sgd, whole_shards(model), one)
     with pytest.raises(CheckpointError, match="does not fit this model's parameters"):
         load_optimizer_tensors(adam, whole_shards(model), one | {"exp_avg.weight": torch.zeros(9)})
