@@ -122,3 +122,13 @@ def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
     for path in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+@pytest.mark.full
+def test_the_example_of_diloco_learns(tmp_path: Path) -> None:
+    script = SCRIPT.parents[2] / "examples" / "diloco.py"
+    code, output = run(tmp_path, str(script), "--rounds", "6")
+    assert code == 0, output
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("round")]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
