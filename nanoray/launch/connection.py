@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -82,8 +84,17 @@ def using(address: str) -> Iterator[None]:
 def _temp_folder(stack: ExitStack) -> str:
     """Create the folder of a local Ray, in /tmp if possible: paths of sockets must be short."""
     parent = "/tmp" if os.access("/tmp", os.W_OK) else None
-    folder = tempfile.TemporaryDirectory(prefix="nanoray-", dir=parent, ignore_cleanup_errors=True)
-    return stack.enter_context(folder)
+    folder = tempfile.mkdtemp(prefix="nanoray-", dir=parent)
+    stack.callback(_remove, folder)
+    return folder
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder of a local Ray, whose dashboard may still be writing a last file."""
+    deadline = time.monotonic() + CLEANUP_TIMEOUT_S
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
 
 
 def _local_options(slots: Slots, temp: str) -> dict[str, Any]:

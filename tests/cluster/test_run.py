@@ -31,18 +31,24 @@ def failures(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_ddp_script_prints_what_it_prints_under_torchrun(tmp_path: Path) -> None:
-    arguments = [str(SCRIPT), "--epochs", "3"]
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ((str(SCRIPT), "--epochs", "3"), 4),
+        pytest.param((str(SCRIPT.with_name("hf_trainer.py")),), 1, marks=pytest.mark.full),
+    ],
+    ids=["a plain loop", "the Trainer of transformers"],
+)
+def test_a_script_prints_what_it_prints_under_torchrun(
+    tmp_path: Path, words: tuple[str, ...], lines: int
+) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     plain = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [*torchrun, "--nproc-per-node", "2", *words], capture_output=True, text=True, timeout=240
     )
-    code, output = run(tmp_path, *arguments)
+    code, output = run(tmp_path, *words)
     assert (code, plain.returncode) == (0, 0), output + plain.stderr
-    assert len(lines_of(output)) == 4
+    assert len(lines_of(output)) == lines
     assert lines_of(output) == lines_of(plain.stdout)
     assert len([*(tmp_path / "runs").glob("*/logs/rank*.log")]) == 2
 
