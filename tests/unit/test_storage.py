@@ -97,10 +97,11 @@ def test_a_url_names_a_run_or_a_checkpoint(url: str, named: tuple[str, str] | No
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its finder this Python has none."""
-    import fsspec.registry
+    import fsspec  # noqa: F401
 
     # Another test of this process may have used it.
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
+    used = sys.modules["fsspec.registry"]._registry
+    monkeypatch.delitem(used, "s3", raising=False)
     monkeypatch.setattr(sys, "meta_path", [])
     for name in [name for name in sys.modules if name.startswith("s3fs")]:
         monkeypatch.delitem(sys.modules, name)
