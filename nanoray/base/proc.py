@@ -1,4 +1,4 @@
-"""Read /proc about a process."""
+"""Read /proc about processes."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def start_time(pid: int) -> str:
 def cpu_seconds(fields: Sequence[str]) -> float:
     """Return the CPU seconds that a process with these fields has used."""
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime + stime
+
+
+def session_members(session: int) -> dict[int, float]:
+    """Return the CPU seconds of each living process of a session; empty without /proc."""
+    members = {}
+    for pid, (its_session, cpu_s) in all_processes().items():
+        if its_session == session:
+            members[pid] = cpu_s
+    return members
+
+
+def all_processes() -> dict[int, tuple[int, float]]:
+    """Return the session and CPU seconds of every living process; empty without /proc."""
+    if not os.path.isdir("/proc"):
+        return {}
+    processes = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        fields = stat_of(int(name))
+        if fields:  # else it has ended meanwhile
+            processes[int(name)] = (int(fields[3]), cpu_seconds(fields))
+    return processes

@@ -29,6 +29,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from nanoray.base.atomic import read_json_lines
+from nanoray.base.proc import session_members
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import (
@@ -49,7 +50,7 @@ from nanoray.bench.harness.plan import (
     planned,
     rotated,
 )
-from nanoray.bench.harness.processes import ChildFailed, python_in, session_members
+from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.ladder import Climb

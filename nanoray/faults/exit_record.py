@@ -121,7 +121,7 @@ def _address(shared: mmap.mmap) -> ctypes.c_void_p:
     return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(shared)))
 
 
-def _oom_kills(pid: int | str = "self", root: Path = Path("/")) -> int:
+def oom_kills(pid: int | str = "self", root: Path = Path("/")) -> int:
     """Return the number of out-of-memory kills in a process' cgroup; 0 if unknown.
 
     Without a cgroup namespace the files are at the path that /proc/PID/cgroup names; with one, at
@@ -149,23 +149,23 @@ class _Timespec(ctypes.Structure):
 
 
 def _wait_for_end(mutex: ctypes.c_void_p, pid: int) -> int:
-    """Wait until the holder of the mutex dies; return `_oom_kills` of some seconds before.
+    """Wait until the holder of the mutex dies; return `oom_kills` of some seconds before.
 
     Some seconds, because a process that the kernel kills takes a while to die. Not from the start,
     because the kernel may have killed another process of the cgroup long before.
     """
     libc = ctypes.CDLL(None)
-    counts = deque([_oom_kills(pid)], maxlen=OOM_LOOKS)
+    counts = deque([oom_kills(pid)], maxlen=OOM_LOOKS)
     while True:
         until = _Timespec(int(time.time()) + OOM_LOOK_S, 0)
         if libc.pthread_mutex_timedlock(mutex, ctypes.byref(until)) != errno.ETIMEDOUT:
             return counts[0]
-        counts.append(_oom_kills(pid))
+        counts.append(oom_kills(pid))
 
 
 def _was_oom(record: dict[str, object], before: int) -> bool:
     """Whether the kernel killed the process for memory: its cgroup's count, ours, has increased."""
-    return record.get("signal") == "SIGKILL" and _oom_kills("self") > before
+    return record.get("signal") == "SIGKILL" and oom_kills("self") > before
 
 
 def _exit_status(stat: int, pidfd: int) -> int:

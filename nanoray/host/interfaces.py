@@ -38,6 +38,17 @@ def require_interface(env: Mapping[str, str]) -> None:
             )
 
 
+def free_port(host: str = LOOPBACK) -> int:
+    """Return a port that is free now, for programs that refuse port 0; host "": on all interfaces.
+
+    Another process may take it first.
+    """
+    with closing(socket.socket()) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def own_interfaces() -> list[str]:
     """Return the names of the interfaces of this host."""
     return [name for _, name in socket.if_nameindex()]

@@ -178,9 +178,14 @@ def ray_address(config: Config) -> str:
     return address
 
 
+def in_copy_of_job() -> bool:
+    """Return whether this process is in a Ray job's working directory, of which each node has a copy."""
+    return "runtime_resources" in Path.cwd().parts
+
+
 def lasting_out_dir(config: Config) -> str:
     """Return out_dir, moved out of a Ray job's working directory: Ray deletes that copy later."""
-    if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
+    if not in_copy_of_job() or Path(config.out_dir).is_absolute():
         return config.out_dir
     lasting = Path.home() / "nanoray" / config.out_dir
     say(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import nanoray.bench.__main__ as bench
+from nanoray.base.proc import session_members
 from nanoray.bench import recovery
 from nanoray.bench.harness.launchers import RANK_PID
-from nanoray.bench.harness.processes import session_members
 from nanoray.bench.peers.torchft import missing
 from nanoray.bench.recovery import (
     ARMS,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.bench.harness.processes import session_members
+from nanoray.base.proc import session_members
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from nanoray.base.environment import environment
+from nanoray.base.proc import session_members
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command, moments
 from nanoray.bench.harness.plan import chosen, rotated
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, session_members
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
 from nanoray.bench.harness.report import (
     DISTORTING,
     MIN_JUDGED,

@@ -105,8 +105,8 @@ def test_ooms_are_counted_in_the_cgroup_of_the_process(
         (tmp_path / name).write_text(f"oom 1\noom_kill {kills}\n")
     (tmp_path / "proc/7").mkdir(parents=True)
     (tmp_path / "proc/7/cgroup").write_text(cgroup + "\n")
-    assert exit_record._oom_kills(7, tmp_path) == 3
-    assert exit_record._oom_kills(8, tmp_path / "nothing") == 0
+    assert exit_record.oom_kills(7, tmp_path) == 3
+    assert exit_record.oom_kills(8, tmp_path / "nothing") == 0
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_an_old_oom_kill_is_not_this_death(
 
     left = iter([True] * looks_since)
     monkeypatch.setattr(exit_record.ctypes, "CDLL", lambda _: Libc())
-    monkeypatch.setattr(exit_record, "_oom_kills", lambda *_: next(seen, last))
+    monkeypatch.setattr(exit_record, "oom_kills", lambda *_: next(seen, last))
     before = exit_record._wait_for_end(None, 1)  # type: ignore[arg-type]
     assert exit_record._was_oom({"signal": "SIGKILL"}, before) is oom
     assert not exit_record._was_oom({"signal": "SIGTERM"}, before)

@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from nanoray.base.atomic import read_json_lines
-from nanoray.bench.harness.processes import Child, ChildFailed, all_processes, free_port
+from nanoray.base.proc import all_processes
+from nanoray.bench.harness.processes import Child, ChildFailed
+from nanoray.host.interfaces import free_port
 
 LAUNCHERS = ("plain", "torchrun", "ray", "ray-init", "torchtrainer", "torchtrainer-init")
 SAME_LOSS = 0.02  # relative: the arms sum gradients in another order, no more

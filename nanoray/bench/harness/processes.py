@@ -14,7 +14,6 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.proc import cpu_seconds, stat_of
+from nanoray.base.proc import session_members
 from nanoray.bench.harness.report import DISTORTING, Emit, Record
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import Slots
@@ -189,29 +188,6 @@ def send_signal(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
-def session_members(session: int) -> dict[int, float]:
-    """Return the CPU seconds of each living process of a session; empty without /proc."""
-    members = {}
-    for pid, (its_session, cpu_s) in all_processes().items():
-        if its_session == session:
-            members[pid] = cpu_s
-    return members
-
-
-def all_processes() -> dict[int, tuple[int, float]]:
-    """Return the session and CPU seconds of every living process; empty without /proc."""
-    if not os.path.isdir("/proc"):
-        return {}
-    processes = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        fields = stat_of(int(name))
-        if fields:  # else it has ended meanwhile
-            processes[int(name)] = (int(fields[3]), cpu_seconds(fields))
-    return processes
-
-
 @contextmanager
 def scratch_folder(prefix: str = "nrb-") -> Iterator[Path]:
     """Yield a folder for the runs of a benchmark, and remove it.
@@ -279,16 +255,6 @@ def answers_only() -> Emit:
         stream.flush()
 
     return write
-
-
-def free_port() -> int:
-    """Return a port that is free now, for programs that refuse port 0.
-
-    Another process may take it first.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def python_in(folder: Path) -> str:

@@ -22,7 +22,7 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.launchers import refuse_many_starts
 from nanoray.host.slots import Slots, local_slots
-from nanoray.launch.__main__ import lasting_out_dir, ray_address
+from nanoray.launch.__main__ import in_copy_of_job, lasting_out_dir, ray_address
 from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.placement import Placement
@@ -108,8 +108,8 @@ def run(argv: list[str]) -> int:
                 f"{words[0]} is no file; for a command write `nanoray run -- {words[0]}`"
             )
         # Of a Ray job each node has a copy of the folder, in which the same relative path holds.
-        in_job = "runtime_resources" in Path.cwd().parts and not path.is_absolute()
-        words = [words[0] if in_job else str(path.resolve()), *words[1:]]
+        if not in_copy_of_job() or path.is_absolute():
+            words = [str(path.resolve()), *words[1:]]
     keys = {key: args[key] for key in KEYS if key in args}
     keys.setdefault("name", name_of_file(words[0]))
     config = make_config(DEFAULTS | {"max_failures": 3} | keys)

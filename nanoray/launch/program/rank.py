@@ -8,25 +8,25 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from nanoray.base.proc import cpu_seconds, stat_of
+from nanoray.base.proc import session_members
+from nanoray.faults.exit_record import oom_kills
+from nanoray.host.interfaces import free_port
 from nanoray.launch.worker import bound_devices, raise_priority
 
 STANDBY = Path(__file__).with_name("standby.py")
 # A standby imports torch, which takes a core for seconds: not while the program itself starts.
 STANDBY_AFTER_S = 10.0
 MOST_BYTES = 1 << 20  # of output in one answer
-OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 
 class ProgramRank:
@@ -49,22 +49,18 @@ class ProgramRank:
         self._standby: subprocess.Popen[bytes] | None = self._new_standby()
 
     def describe(self, script: str) -> dict[str, Any]:
-        """Return this actor's node, address, devices and pid; and whether it sees the script."""
+        """Return this actor's node, address, devices and folder; and whether it sees the script."""
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "ip": ray.util.get_node_ip_address(),
             "devices": bound_devices(ray),
-            "pid": os.getpid(),
             "folder": os.getcwd(),
             "sees": Path(script).exists() if script else True,
         }
 
     def free_port(self) -> int:
         """Return a port of this node that nothing listens on."""
-        with closing(socket.socket()) as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return free_port("")
 
     def start(self, order: dict[str, Any], variables: dict[str, str]) -> None:
         """Start the program. `order`: see standby.py; `variables`: besides this process' own."""
@@ -76,7 +72,7 @@ class ProgramRank:
         process.stdin.close()
         self._process = process
         self._ended = None
-        self._ooms = out_of_memory_kills()
+        self._ooms = oom_kills()
         self._begun = time.monotonic()
         threading.Thread(target=self._wait_for, args=(process,), daemon=True).start()
 
@@ -88,13 +84,13 @@ class ProgramRank:
         answer: dict[str, Any] = {"code": None, "at": 0.0, "oom": False}
         if ended:
             answer = {"code": ended[0], "at": ended[1]}
-            answer["oom"] = ended[0] == -signal.SIGKILL and out_of_memory_kills() > self._ooms
+            answer["oom"] = ended[0] == -signal.SIGKILL and oom_kills() > self._ooms
         elif not self._standby and time.monotonic() - self._begun > STANDBY_AFTER_S:
             self._standby = self._new_standby()
         with self._log.open("rb") as file:
             file.seek(offset)
             answer["output"] = file.read(MOST_BYTES)
-        answer["cpu"] = cpu_of_session(process.pid)
+        answer["cpu"] = sum(session_members(process.pid).values())
         return answer
 
     def stop(self, signum: int) -> None:
@@ -140,25 +136,3 @@ class ProgramRank:
         code = process.wait()
         if process is self._process:
             self._ended = code, time.time()
-
-
-def cpu_of_session(leader: int) -> float:
-    """Return the CPU seconds of a process and of all that it has started in its session."""
-    total = 0.0
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            fields = stat_of(int(entry.name))
-            if fields and int(fields[3]) == leader:
-                total += cpu_seconds(fields)
-    return total
-
-
-def out_of_memory_kills() -> int:
-    """Return how many processes the kernel has ended in this cgroup for want of memory."""
-    for path in OOM_FILES:
-        with suppress(OSError, ValueError):
-            for line in Path(path).read_text().splitlines():
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
-    return 0
