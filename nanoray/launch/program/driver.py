@@ -32,6 +32,7 @@ from nanoray.launch.program.rank import ProgramRank
 from nanoray.launch.signals import Stop
 
 POLL_S = 0.1
+MOMENT_S = 0.2  # of CPU: more than a rank uses that only waits
 # What ends so soon after the start, in the same way, three times is not tried a fourth time.
 AT_ONCE_S = 30.0
 SAME_AT_ONCE = 3
@@ -184,7 +185,6 @@ class ProgramDriver:
         if self.place.kind == "mig":
             here, group, groups = [rank], rank, len(self.facts)
             devices = self.facts[rank]["devices"]
-        error_file = self.program.log(rank).with_suffix(".error.json")
         variables = {
             "RANK": rank,
             "WORLD_SIZE": len(self.facts),
@@ -198,11 +198,15 @@ class ProgramDriver:
             "TORCHELASTIC_RUN_ID": self.program.folder.name,
             "TORCHELASTIC_RESTART_COUNT": len(self.failures),
             "TORCHELASTIC_MAX_RESTARTS": self.program.max_failures,
-            "TORCHELASTIC_ERROR_FILE": error_file,
+            "TORCHELASTIC_ERROR_FILE": self._error_file(rank),
         }
         if self.place.kind != "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         return {key: str(value) for key, value in variables.items()}
+
+    def _error_file(self, rank: int) -> Path:
+        """Return the file in which a program of torch's `@record` reports its error in this attempt."""
+        return self.program.log(rank).with_suffix(f".error{len(self.failures)}.json")
 
     # Watch.
 
@@ -228,7 +232,7 @@ class ProgramDriver:
                 say("stop     SIGTERM to all ranks, which may save and end")
                 self._end()
                 raise StopRequestedNow
-            # A rank moves where it prints, or uses a tenth of a core.
+            # A rank moves where it prints, or has computed for a moment since it last moved.
             now = [(self._offsets[rank], answer["cpu"]) for rank, answer in enumerate(answers)]
             idle_s = time.monotonic() - moved_at
             if not before or self._moves(before, now):
@@ -239,7 +243,7 @@ class ProgramDriver:
 
     def _moves(self, before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]) -> bool:
         for (old_output, old_cpu), (output, cpu) in zip(before, now, strict=True):
-            if output != old_output or cpu - old_cpu > 0.2:
+            if output != old_output or cpu - old_cpu > MOMENT_S:
                 return True
         return False
 
@@ -287,7 +291,7 @@ class ProgramDriver:
 
     def _error_of(self, rank: int) -> tuple[str, str]:
         """Return class and message of the error that has ended a rank's program; "" if unknown."""
-        report = read_json(self.program.log(rank).with_suffix(".error.json")).get("message", {})
+        report = read_json(self._error_file(rank)).get("message", {})
         extra = report.get("extraInfo", {}) if isinstance(report, dict) else {}
         text = str(extra.get("py_callstack", "")).encode() or self._texts[rank]
         errors = TRACEBACK.findall(RANK_PREFIX.sub(b"", text))
@@ -301,11 +305,9 @@ class ProgramDriver:
         for actor in self.actors:
             actor.show_stacks.remote()
         time.sleep(1.0)
-        marks = [len(text) for text in self._texts]
-        self._poll()
         places = []
-        for rank, text in enumerate(self._texts):
-            stack = re.findall(rb'File "([^"]+)", line (\d+) in (\S+)', text[marks[rank] :])
+        for rank, answer in enumerate(self._poll()):
+            stack = re.findall(rb'File "([^"]+)", line (\d+) in (\S+)', answer["output"])
             if stack:
                 file, line, name = (part.decode(errors="replace") for part in stack[0])
                 places.append(f"rank {rank} in {name} ({Path(file).name}:{line})")

@@ -27,6 +27,7 @@ STANDBY = Path(__file__).with_name("standby.py")
 # A standby imports torch, which takes a core for seconds: not while the program itself starts.
 STANDBY_AFTER_S = 10.0
 MOST_BYTES = 1 << 20  # of output in one answer
+CPU_EVERY_S = 2.0  # between two looks at all processes of the node
 
 
 class ProgramRank:
@@ -45,6 +46,8 @@ class ProgramRank:
         self._ended: tuple[int, float] | None = None  # exit code, when
         self._begun = 0.0  # monotonic seconds
         self._ooms = 0
+        self._cpu = 0.0  # seconds, as of the newest look
+        self._looked = 0.0  # when that was, in monotonic seconds
         raise_priority()
         self._standby: subprocess.Popen[bytes] | None = self._new_standby()
 
@@ -74,6 +77,7 @@ class ProgramRank:
         self._ended = None
         self._ooms = oom_kills()
         self._begun = time.monotonic()
+        self._looked = 0.0  # at the process before
         threading.Thread(target=self._wait_for, args=(process,), daemon=True).start()
 
     def poll(self, offset: int) -> dict[str, Any]:
@@ -81,17 +85,21 @@ class ProgramRank:
         process = self._process
         assert process
         ended = self._ended  # before the output, of which nothing comes afterwards
-        answer: dict[str, Any] = {"code": None, "at": 0.0, "oom": False}
-        if ended:
-            answer = {"code": ended[0], "at": ended[1]}
-            answer["oom"] = ended[0] == -signal.SIGKILL and oom_kills() > self._ooms
-        elif not self._standby and time.monotonic() - self._begun > STANDBY_AFTER_S:
-            self._standby = self._new_standby()
         with self._log.open("rb") as file:
             file.seek(offset)
-            answer["output"] = file.read(MOST_BYTES)
-        answer["cpu"] = sum(session_members(process.pid).values())
-        return answer
+            output = file.read(MOST_BYTES)
+        now = time.monotonic()
+        if now - self._looked > CPU_EVERY_S:
+            self._cpu, self._looked = sum(session_members(process.pid).values()), now
+
+        answer: dict[str, Any] = {"code": None, "at": 0.0, "oom": False}
+        # It has ended for the driver when that has all of its output.
+        if ended and len(output) < MOST_BYTES:
+            answer = {"code": ended[0], "at": ended[1]}
+            answer["oom"] = ended[0] == -signal.SIGKILL and oom_kills() > self._ooms
+        elif not ended and not self._standby and now - self._begun > STANDBY_AFTER_S:
+            self._standby = self._new_standby()
+        return answer | {"output": output, "cpu": self._cpu}
 
     def stop(self, signum: int) -> None:
         """Send a signal to the program and all that it has started."""
