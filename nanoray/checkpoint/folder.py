@@ -27,7 +27,6 @@ _FILES = (
     "run.json",
     "summary.json",
 )
-_LOGS = ("rank*.log", "rank*.progress", "rank*.exit.json", "rank*.ledger")
 
 
 @contextmanager

@@ -42,11 +42,12 @@ def _of_earlier_run(loaded: Loaded) -> int:
     if config.resume == "none":
         return 0
     for path in sorted(Path(config.out_dir).glob(f"*_{config.name}*/run.json"), reverse=True):
-        record = read_json(path)
-        origin = str(record["origins"].get("micro_batch_size"))
+        record = read_json(path)  # {} if a kill has torn it
+        if CHOSEN not in str(record.get("origins", {}).get("micro_batch_size")):
+            continue
         before = record["config"]
         same = before["global_batch_size"] == config.global_batch_size
-        if same and before["name"] == config.name and CHOSEN in origin:
+        if same and before["name"] == config.name:
             return int(before["micro_batch_size"])
     return 0
 

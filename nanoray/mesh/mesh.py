@@ -173,21 +173,6 @@ class Mesh:
             dist.gather(own, parts, dst=0, group=self.patient_group)
         return None if parts is None else _decoded(parts, sizes)
 
-    def gather_tensor(self, tensor: Tensor) -> list[Tensor] | None:
-        """Collect a tensor of each rank on rank 0, on its CPU; the others get None. (all ranks)
-
-        All ranks' tensors have the same shape.
-        """
-        own = tensor.detach().cpu()
-        if self.world_size == 1:
-            return [own.clone()]
-        parts: list[Tensor] | None = None
-        if self.rank == 0:
-            parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        with self._noted("gather", "state", "patient", own):
-            dist.gather(own, parts, dst=0, group=self.patient_group)
-        return parts
-
     def all_gather(self, value: T) -> list[T]:
         """Collect one value per rank on every rank. (all ranks) `value`: see wire.encode."""
         if self.world_size == 1:
