@@ -326,6 +326,26 @@ METRICS: dict[str, Metric] = {
             "flat",
         ),
         Metric(
+            "mem/rss_gib",
+            "GiB",
+            "`nanoray run`: resident memory of a rank's processes, of the rank that has most",
+            "flat",
+        ),
+        Metric(
+            "gpu/mem_gib",
+            "GiB",
+            "`nanoray run`: memory in use on a rank's GPU or slice, by whichever process; of the "
+            "fullest",
+            "flat, below the GPU's",
+        ),
+        Metric(
+            "gpu/load",
+            "%",
+            "`nanoray run`: share of the time in which a kernel ran on a rank's GPU, as NVML "
+            "samples it; of the most loaded. A slice has none",
+            "near 100",
+        ),
+        Metric(
             "disk/used",
             "%",
             "share of the file system of the run's folder that is in use, as rank 0 sees it",
@@ -336,7 +356,7 @@ METRICS: dict[str, Metric] = {
 
 
 # What a record contains beside metrics
-RECORD_KEYS = ("step", "attempt", "time", "expert_load", "precision_layers")
+RECORD_KEYS = ("step", "attempt", "time", "expert_load", "precision_layers", "ranks")
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, Any]:

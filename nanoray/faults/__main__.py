@@ -34,9 +34,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _find_run(path: Path) -> Path:
     """Return the run folder `path`, or the newest run in it."""
-    if (path / "run.json").exists():
+    names = ("run.json", "program.json")  # of a program that `nanoray run` has run
+    if any((path / name).exists() for name in names):
         return path
-    runs = sorted(file.parent for file in path.glob("*/run.json"))
+    runs = sorted(file.parent for name in names for file in path.glob(f"*/{name}"))
     if not runs:
         raise ConfigError(
             f"no run in {path}; give a run folder, such as runs/2026-..., or the folder of several"
@@ -56,9 +57,16 @@ def story(folder: Path) -> list[str]:
                 f"{_format_time(event)}  memory    {event['why']}: a micro batch has at most "
                 f"{event['limit']} instead of {event['asked']} from step {event['step']} on"
             )
+        elif event["event"] == "failure":
+            lines.append(_format_failure(event))
         else:
             lines += _format_fault(event)
 
+    failures = [event for event in events if event["event"] == "failure"]
+    if failures:
+        again = sum(event["again"] for event in failures)
+        lines.append(f"total     {len(failures)} failure(s), {again} restart(s) of all ranks")
+        return lines
     faults = [event for event in events if event["event"] == "fault"]
     if not faults:
         lines.append("no rank failed because of it" if events else "no rank failed")
@@ -79,6 +87,13 @@ def _format_planned(event: dict[str, Any]) -> str:
         f"{_format_time(event)}  planned   {event['kind']} fires: rank {event['rank']}, "
         f"{event['phase']} of step {event['step']}, attempt {event['attempt']}"
     )
+
+
+def _format_failure(event: dict[str, Any]) -> str:
+    """Describe the failure of a program that `nanoray run` has run."""
+    who = f"rank {event['rank']}" if event["rank"] >= 0 else "a rank"
+    then = "all ranks started again" if event["again"] else "gave up"
+    return f"{_format_time(event)}  failure   {who} {event['how']}; {then}"
 
 
 def _format_fault(event: dict[str, Any]) -> list[str]:

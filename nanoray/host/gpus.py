@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from nanoray.host.device import Device
@@ -34,6 +34,29 @@ def discover_gpus(nvml: Any = None) -> list[Device]:
 def driver_version() -> str:
     """Return the version of NVIDIA's driver, or "" without one."""
     return _ask(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()), "")
+
+
+def gpu_usage(ids: Sequence[str], nvml: Any = None) -> dict[str, float]:
+    """Return the mean load and the largest memory in use of some GPUs or MIG slices, as metrics.
+
+    ids: UUIDs, or NVML's numbers. Empty without any; NVML knows no load of a slice.
+    """
+
+    def read(nvml: Any) -> dict[str, float]:
+        loads = []
+        used = []
+        for name in ids:
+            if name.isdecimal():
+                handle = nvml.nvmlDeviceGetHandleByIndex(int(name))
+            else:
+                handle = nvml.nvmlDeviceGetHandleByUUID(name)
+            used.append(nvml.nvmlDeviceGetMemoryInfo(handle).used / (1 << 30))
+            with contextlib.suppress(nvml.NVMLError):
+                loads.append(float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+        usage = {"gpu/mem_gib": max(used)}
+        return usage | ({"gpu/load": sum(loads) / len(loads)} if loads else {})
+
+    return _ask(read, {}, nvml) if ids else {}
 
 
 def _ask(question: Callable[[Any], T], otherwise: T, nvml: Any = None) -> T:

@@ -27,7 +27,8 @@ from nanoray.trace.recorder import (
 )
 
 # Phases of a step
-PAUSES = ("eval", "checkpoint")  # not counted in a step's time
+# Not counted in a step's time; the last two are those of a program whose loop is not ours
+PAUSES = ("eval", "checkpoint", "set-up", "closing")
 IDLE = "idle"  # a stage of a pipeline waits for another one
 # Axes whose groups lie within a stage of a pipeline, and are numbered in it
 IN_A_STAGE = Layout().steps.keys() - {"pp", "ep", "edp"}
@@ -59,6 +60,7 @@ class CommLog:
         sizes: Mapping[str, int] | None = None,
         bubble: float | None = None,
         started: float = 0.0,  # Unix s of the command, which counts its attempts from 0
+        partial: bool = False,  # keep collectives in which only some ranks take part
     ) -> None:
         """Open the log in `folder`, and drop its steps after `resume_step`.
 
@@ -69,7 +71,8 @@ class CommLog:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self._group = {"attempt": attempt, "started": started}
-        self._sizes = sizes or {}
+        self._sizes = sizes if sizes is not None else {}  # a caller may add some later
+        self._partial = partial
         self._bubble = bubble
         # (late rank, the phase it is late in, ms behind the others) of the newest steps
         self._late: deque[tuple[int, str, float]] = deque(maxlen=LATE_OF)
@@ -93,8 +96,11 @@ class CommLog:
         messages: list[str] = []
         added = Totals()
         for rank_notes in zip(*notes, strict=True):  # one step, as each rank saw it
-            step = merge(rank_notes, offsets, self._sizes) | self._group
+            step = merge(rank_notes, offsets, self._sizes, self._partial) | self._group
             figures = step["figures"]
+            if not figures["step_ms"]:  # only a pause: after the last step
+                messages += self._write(step, buckets)
+                continue
 
             step_buckets = [c for c in step["collectives"] if c["bucket"] is not None]
             # The slowest bucket of the whole run, for the summary.
@@ -107,6 +113,8 @@ class CommLog:
             messages += self._write(step, buckets)
 
         # The record has the means of the steps since the last one.
+        if not added.steps:
+            return {}, messages
         metrics = {f"comm/{k}": value for k, value in added.means().items() if k != "hidden_ms"}
         if self._bubble is not None and added.steps:
             metrics["pipe/bubble"] = added.sums["bubble"] / added.steps
@@ -253,6 +261,7 @@ def merge(
     rank_notes: Sequence[dict[str, Any]],
     offsets: Sequence[ClockOffset],
     sizes: Mapping[str, int] | None = None,
+    partial: bool = False,
 ) -> dict[str, Any]:
     """Merge one step's notes of all ranks, in ms of rank 0's clock from the step's first phase.
 
@@ -260,7 +269,7 @@ def merge(
     start). So the wait for a late rank (`skew_us`) does not look like a slow link. Collectives of
     an axis whose `sizes` are fewer ranks run in several groups beside each other: they make one
     row, with the ranks of one of them. The stages of a pipeline have rows of their own, in which
-    the times of the other ranks are None.
+    the times of the other ranks are None; `partial`: so has any collective of some of the ranks.
     """
     sizes = sizes or {}
     ranks = range(len(rank_notes))
@@ -280,7 +289,8 @@ def merge(
 
     # One row for each collective, with its times on every rank that took part.
     collectives = []
-    for by_rank in _match([notes["collectives"] for notes in rank_notes], sizes.get("pp", 1)):
+    noted = [notes["collectives"] for notes in rank_notes]
+    for by_rank in _match(noted, sizes.get("pp", 1), partial):
         first = next(iter(by_rank.values()))
         transfer_s = min(c["end"] - c["start"] for c in by_rank.values())
         arrivals = {rank: ms(c["enqueue"], rank) for rank, c in by_rank.items()}
@@ -321,7 +331,7 @@ def merge(
 
 
 def _match(
-    rank_collectives: Sequence[list[dict[str, Any]]], pp: int
+    rank_collectives: Sequence[list[dict[str, Any]]], pp: int, partial: bool
 ) -> list[dict[int, dict[str, Any]]]:
     """Return the collectives that belong together, each as {rank: its note}.
 
@@ -344,7 +354,8 @@ def _match(
             own[kind, counts[kind]] = c
         numbered.append(own)
 
-    # Keep those that all of their ranks have noted: a row needs every rank's times.
+    # Keep those that all of their ranks have noted, where these are known: a row needs every rank's
+    # times.
     matched = []
     for key in dict.fromkeys(key for own in numbered for key in own):
         by_rank = {rank: own[key] for rank, own in enumerate(numbered) if key in own}
@@ -352,7 +363,7 @@ def _match(
         expected = len(numbered)
         if pp > 1 and group in IN_A_STAGE:
             expected = ranks_per_stage
-        if len(by_rank) == expected:
+        if partial or len(by_rank) == expected:
             matched.append(by_rank)
     return matched
 

@@ -27,6 +27,7 @@ from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.placement import Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
+from nanoray.launch.program.files import write_outcome, write_program
 from nanoray.launch.signals import catch_signals
 from nanoray.own.settings import DEFAULTS
 
@@ -86,6 +87,18 @@ def build_parser() -> argparse.ArgumentParser:
         default="0",
         help="whose output is shown: rank 0's as it comes, or all lines with [rank]",
     )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="note every collective of torch.distributed, by optimizer step (docs/run.md)",
+    )
+    parser.add_argument(
+        "--trace_every",
+        type=int,
+        default=10,
+        metavar="K",
+        help="with --trace, after the first 20 steps: note two steps of K; 1: all",
+    )
     parser.add_argument("--dry_run", action="store_true", help="show what would run, and end")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER)
@@ -101,6 +114,13 @@ def run(argv: list[str]) -> int:
         kind, words = "command", words[1:]
     if not words:
         raise ConfigError("no program; give a script, -m MODULE, or -- COMMAND")
+    if args["trace"] and kind == "command":
+        raise ConfigError(
+            "--trace goes with a script or -m, not with a command: only a process of Python that "
+            "`nanoray run` starts itself can be traced"
+        )
+    if args["trace_every"] < 1:
+        raise ConfigError(f"trace_every = {args['trace_every']} but it is a number of steps from 1")
     if kind == "script":
         path = Path(words[0])
         if not path.is_file():
@@ -122,6 +142,7 @@ def run(argv: list[str]) -> int:
         args["hang_timeout"],
         args["grace"],
         args["tee"],
+        args["trace_every"] if args["trace"] else 0,
     )
     return launch(config, program, args["dry_run"])
 
@@ -150,7 +171,11 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
             say(
                 f"run    {what}: {place.workers} rank(s) on {place.kind}, output in {folder}/logs\n"
             )
-            code = ProgramDriver(replace(program, folder=folder), place, stop).run()
+            program = replace(program, folder=folder)
+            write_program(program, config.model_dump(include=set(KEYS)))
+            driver = ProgramDriver(program, place, stop)
+            code = driver.run()
+            write_outcome(driver, place.kind, code, time.monotonic() - begun)
         finally:
             bounded(lambda: remove_placement_group(place.group))
     say(f"\nend    exit code {code} after {time.monotonic() - begun:.1f} s")

@@ -28,6 +28,7 @@ from nanoray.errors import PlacementError
 from nanoray.faults.plan import append_event
 from nanoray.host.interfaces import LOOPBACK
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
+from nanoray.launch.program.observed import RunObserver, explain_wait
 from nanoray.launch.program.rank import ProgramRank
 from nanoray.launch.signals import Stop
 
@@ -58,10 +59,29 @@ class RankProgram:
     hang_timeout_s: float = 600.0  # 0: no rank is taken for hung
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
     tee: str = "0"  # whose output is shown: 0 | all
+    trace_every: int = 0  # two steps of so many are noted, after the first ones; 0: none, 1: all
 
     def log(self, rank: int) -> Path:
         """Return the file of a rank's output."""
         return self.folder / "logs" / f"rank{rank}.log"
+
+
+class Movement(NamedTuple):
+    """What shows that a rank moves."""
+
+    output: int  # bytes
+    cpu: float  # seconds
+    ended: int  # collectives; with --trace only
+    waits: bool  # in a collective
+
+    def is_after(self, before: Movement) -> bool:
+        """Whether it has printed, ended a collective, or computed for a moment since `before`.
+
+        A rank that waits in a collective of NCCL computes without end, which is no movement.
+        """
+        if self.output != before.output or self.ended != before.ended:
+            return True
+        return self.cpu - before.cpu > MOMENT_S and not (self.waits and before.waits)
 
 
 class RankFailure(NamedTuple):
@@ -88,6 +108,7 @@ class ProgramDriver:
         self.actors: list[Any] = []
         self.facts: list[dict[str, Any]] = []
         self.failures: list[RankFailure] = []
+        self.observer = RunObserver(program.folder, bool(program.trace_every))
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
         self._shown: list[bytes] = []  # with tee all: a line that has not ended
@@ -109,6 +130,7 @@ class ProgramDriver:
             return self.stop.exit_code
         finally:
             self._close()
+            self.observer.close()
 
     def _attempt(self) -> RankFailure | None:
         """Start all ranks and watch them; return the first failure. Raises StopRequestedNow."""
@@ -122,6 +144,9 @@ class ProgramDriver:
             return RankFailure(
                 -1, f"a node, or Ray's process on it, was lost: {line}", 1, time.time()
             )
+        finally:
+            with suppress(RayError):
+                self.observer.look(now=True)
 
     # Start.
 
@@ -163,6 +188,7 @@ class ProgramDriver:
                 "kind": self.program.kind,
                 "words": self.program.words,
                 "folder": self.facts[rank]["folder"] if not on_one_host else str(Path.cwd()),
+                "trace": self._trace_of(rank),
             }
             variables = {
                 **self.variables_of(rank),
@@ -173,6 +199,13 @@ class ProgramDriver:
             self._texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
         ray.get(starts, timeout=START_TIMEOUT_S)
+        nodes = [facts["node"] for facts in self.facts]
+        self.observer.begin(self.actors, nodes, len(self.failures))
+
+    def _trace_of(self, rank: int) -> list[Any]:
+        """Return what a rank's process needs to note its collectives; empty: it notes none."""
+        every = self.program.trace_every
+        return [str(self.program.log(rank).parent), rank, every] if every else []
 
     def variables_of(self, rank: int) -> dict[str, str]:
         """Return what torchrun would tell a rank, and the devices of its node."""
@@ -213,9 +246,10 @@ class ProgramDriver:
     def _watch(self) -> RankFailure | None:
         """Watch all ranks until all have ended, or one has failed; return that one."""
         moved_at = time.monotonic()
-        before: list[tuple[int, float]] = []
+        before: list[Movement] = []
         while True:
             answers = self._poll()
+            self.observer.look()
             failed = [rank for rank, answer in enumerate(answers) if answer["code"]]
             if failed:
                 # What the others say now, of connections that were reset, is in their logs.
@@ -232,20 +266,16 @@ class ProgramDriver:
                 say("stop     SIGTERM to all ranks, which may save and end")
                 self._end()
                 raise StopRequestedNow
-            # A rank moves where it prints, or has computed for a moment since it last moved.
-            now = [(self._offsets[rank], answer["cpu"]) for rank, answer in enumerate(answers)]
+            now = [
+                Movement(self._offsets[rank], answer["cpu"], answer["ended"], answer["waits"])
+                for rank, answer in enumerate(answers)
+            ]
             idle_s = time.monotonic() - moved_at
-            if not before or self._moves(before, now):
+            if not before or any(map(Movement.is_after, now, before)):
                 before, moved_at = now, time.monotonic()
             elif self.program.hang_timeout_s and idle_s > self.program.hang_timeout_s:
                 return self._hung(idle_s)
             time.sleep(POLL_S)
-
-    def _moves(self, before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]) -> bool:
-        for (old_output, old_cpu), (output, cpu) in zip(before, now, strict=True):
-            if output != old_output or cpu - old_cpu > MOMENT_S:
-                return True
-        return False
 
     def _poll(self) -> list[dict[str, Any]]:
         """Ask all ranks. Raises RayError where one is lost."""
@@ -301,20 +331,21 @@ class ProgramDriver:
         return kind.decode(), message.decode(errors="replace")[:300]
 
     def _hung(self, idle_s: float) -> RankFailure:
-        """Collect the stacks of all ranks, end them, and say where each was."""
+        """Collect the stacks of all ranks, end them, and say who is behind, and where each was."""
+        rank, why = explain_wait(ray.get([actor.counts.remote() for actor in self.actors]))
         for actor in self.actors:
             actor.show_stacks.remote()
         time.sleep(1.0)
         places = []
-        for rank, answer in enumerate(self._poll()):
+        for of, answer in enumerate(self._poll()):
             stack = re.findall(rb'File "([^"]+)", line (\d+) in (\S+)', answer["output"])
             if stack:
                 file, line, name = (part.decode(errors="replace") for part in stack[0])
-                places.append(f"rank {rank} in {name} ({Path(file).name}:{line})")
+                places.append(f"rank {of} in {name} ({Path(file).name}:{line})")
         self._end()
-        where = "; ".join(places) or "the stacks are in their logs"
+        where = "; ".join([why, *places] if why else places) or "the stacks are in their logs"
         how = f"did not move, as no other rank did, for {idle_s:.0f} s: {where}"
-        return RankFailure(0, how, 1, time.time())
+        return RankFailure(rank, how, 1, time.time())
 
     def reason_to_give_up(self, begun: float) -> str:
         """Return why the newest failure is not followed by another try; "" if it is."""
@@ -341,6 +372,7 @@ class ProgramDriver:
                 say("\n".join(["", *(f"    {line}" for line in tail)]))
         say(f"\nfailure  {name} {failure.how}")
         values = {"rank": failure.rank, "how": failure.how, "exit_code": failure.code}
+        values |= {"step": self.observer.step, "again": not reason}
         with suppress(OSError):
             append_event(self.program.folder / "faults.jsonl", "failure", values)
         if reason:

@@ -21,6 +21,8 @@ import ray
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
 from nanoray.host.interfaces import free_port
+from nanoray.launch.program.counts import Counts
+from nanoray.launch.program.observed import RankObserver
 from nanoray.launch.worker import bound_devices, raise_priority
 
 STANDBY = Path(__file__).with_name("standby.py")
@@ -48,6 +50,8 @@ class ProgramRank:
         self._ooms = 0
         self._cpu = 0.0  # seconds, as of the newest look
         self._looked = 0.0  # when that was, in monotonic seconds
+        self._devices = bound_devices(ray)
+        self._observer = RankObserver(self._log)
         raise_priority()
         self._standby: subprocess.Popen[bytes] | None = self._new_standby()
 
@@ -56,7 +60,7 @@ class ProgramRank:
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "ip": ray.util.get_node_ip_address(),
-            "devices": bound_devices(ray),
+            "devices": self._devices,
             "folder": os.getcwd(),
             "sees": Path(script).exists() if script else True,
         }
@@ -69,6 +73,7 @@ class ProgramRank:
         """Start the program. `order`: see standby.py; `variables`: besides this process' own."""
         process = self._standby or self._new_standby()
         self._standby = None
+        self._observer.begin()
         line = json.dumps(order | {"variables": self._own_variables() | variables})
         assert process.stdin
         process.stdin.write(line.encode() + b"\n")
@@ -99,7 +104,22 @@ class ProgramRank:
             answer["oom"] = ended[0] == -signal.SIGKILL and oom_kills() > self._ooms
         elif not ended and not self._standby and now - self._begun > STANDBY_AFTER_S:
             self._standby = self._new_standby()
+        counts = self._observer.counts()
+        answer |= {"ended": counts.ended, "waits": counts.waits}
         return answer | {"output": output, "cpu": self._cpu}
+
+    def observe(self, offset: int) -> dict[str, Any]:
+        """Return the program's memory and GPUs, and the notes of its collectives from `offset` on."""
+        members = session_members(self._process.pid) if self._process else {}
+        return self._observer.observe(members, self._devices, offset)
+
+    def counts(self) -> Counts:
+        """Return the collectives that the program has begun and ended."""
+        return self._observer.counts()
+
+    def clock(self) -> float:
+        """Return the clock in which this node's programs note moments."""
+        return time.perf_counter()
 
     def stop(self, signum: int) -> None:
         """Send a signal to the program and all that it has started."""

@@ -2,7 +2,7 @@
 
     import torch ─► wait for one line of JSON on stdin ─► the script is __main__, or the command is exec'd
 
-It is started as a file, so that the program finds nothing of nanoray in it. With torch imported before
+It is started as a file, so that the program finds nothing of nanoray in it but what --trace needs. With torch imported before
 a rank is lost, a restart takes the time of the program alone.
 """
 
@@ -17,6 +17,7 @@ import signal
 import sys
 import types
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -49,11 +50,26 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     sys.argv = words
     sys.excepthook = show_error
+    if order["trace"]:
+        start_trace(order["trace"])
     if order["kind"] == "module":
         sys.path[0] = os.getcwd()
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
         run_script(words[0])
+
+
+def start_trace(order: list[Any]) -> None:
+    """Note the program's collectives: traced.py, which is below this file's package."""
+    package = str(Path(__file__).parents[3])
+    sys.path.append(package)
+    try:
+        from nanoray.launch.program.traced import trace
+    except ImportError as error:
+        print(f"trace    nothing is traced: {error}", file=sys.stderr)
+    else:
+        trace(*order)
+    sys.path.remove(package)
 
 
 def show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -9,7 +9,7 @@ from nanoray.base.atomic import replace_text
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
 from nanoray.tools.report.charts import COLOURS, charts
 from nanoray.tools.report.command import typed_command
-from nanoray.tools.report.gather import RunFiles, facts, read_run, settings
+from nanoray.tools.report.gather import RunFiles, read_run, settings, shown_facts
 from nanoray.tools.report.html import render
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -52,7 +52,7 @@ def page(runs: list[RunFiles]) -> str:
         TEMPLATE,
         title=title,
         runs=runs,
-        facts=[facts(run) for run in runs],
+        facts=shown_facts(runs),
         colours=COLOURS,
         charts=charts(runs),
         commands=[(run, typed_command(run.spec)) for run in runs],

@@ -36,6 +36,9 @@ LOSS = Chart("loss; bold: mean of the steps around each one; dots: validation", 
 CURVES = (
     Chart("tokens or samples per second", ("perf/tok_per_sec", "perf/samples_per_sec")),
     Chart("peak memory of rank 0 (GiB)", ("mem/peak_gib",)),
+    Chart("memory of the largest rank (GiB)", ("mem/rss_gib",)),
+    Chart("memory of the fullest GPU (GiB)", ("gpu/mem_gib",)),
+    Chart("load of the busiest GPU (%)", ("gpu/load",)),
     Chart("exposed communication (% of the step)", ("comm/exposed_share",)),
 )
 
@@ -109,7 +112,7 @@ def _draw_curves(chart: Chart, runs: Sequence[RunFiles], axes: Any) -> None:
             axes.plot(*thinned(steps, values), color=colour, lw=1.2)
         for fault in run.faults[-FAULTS:]:
             axes.axvline(fault["step"], color=FAULT, lw=0.7, ls=":")
-    axes.set_xlabel("step")
+    axes.set_xlabel(runs[0].unit)
     axes.grid(lw=0.5)
     if chart is not LOSS:
         axes.set_ylim(bottom=0)

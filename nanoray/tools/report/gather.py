@@ -30,7 +30,7 @@ class RunFiles:
 
     folder: Path
     config: dict[str, Any]
-    spec: dict[str, Any]  # run.json
+    spec: dict[str, Any]  # run.json, or program.json
     summary: dict[str, Any]  # empty: the run has not ended, or was killed
     records: list[dict[str, Any]]  # metrics.jsonl
     faults: list[dict[str, Any]]
@@ -64,6 +64,16 @@ class RunFiles:
         return str(reason or "not ended: it trains, or its command was killed")
 
     @property
+    def is_program(self) -> bool:
+        """Whether `nanoray run` has run it: a program with a loop of its own."""
+        return "words" in self.spec
+
+    @property
+    def unit(self) -> str:
+        """What the records are numbered by: without --trace nothing is known of a program's steps."""
+        return "second" if self.is_program and not self.spec["trace_every"] else "step"
+
+    @property
     def good(self) -> bool:
         """Whether the run ended without an error."""
         return self.summary.get("exit_code") == 0
@@ -71,7 +81,9 @@ class RunFiles:
 
 def read_run(folder: Path) -> RunFiles:
     """Read a run. Raises ConfigError if `folder` has none."""
-    if not (folder / "run.json").is_file():
+    # A program that `nanoray run` has run has program.json in the place of the other two.
+    spec = read_json(folder / "run.json") or read_json(folder / "program.json")
+    if not spec:
         raise ConfigError(
             f"{folder} is not the folder of a run (no run.json); give one such as runs/2026-..."
         )
@@ -81,15 +93,15 @@ def read_run(folder: Path) -> RunFiles:
     with suppress(ConfigError):
         accounts = accounts_of(folder)
 
-    faults = [event for event in read_reports(folder) if event["event"] == "fault"]
+    faults = [event for event in read_reports(folder) if event["event"] in ("fault", "failure")]
     fault_lines: list[str] = []
     if faults:
         fault_lines = story(folder)[1:]  # the first line names the folder, as the page does
 
     return RunFiles(
         folder=folder,
-        config=read_json(folder / "config.json"),
-        spec=read_json(folder / "run.json"),
+        config=read_json(folder / "config.json") or spec.get("config", {}),
+        spec=spec,
         summary=read_json(folder / "summary.json"),
         records=read_json_lines(folder / "metrics.jsonl"),
         faults=faults,
@@ -118,6 +130,7 @@ def facts(run: RunFiles) -> dict[str, Fact]:
     """Return a run's figures by label; the text of a figure that is not known is a dash."""
     # The summary is written when the run ends. Until then the newest record has some of its values.
     summary = run.summary
+    comm = summary.get("comm") or {}
     newest: dict[str, Any] = {}
     if run.records:
         newest = run.records[-1]
@@ -128,29 +141,53 @@ def facts(run: RunFiles) -> dict[str, Fact]:
     max_steps = run.config.get("max_steps", 0)
     val_loss = run.last("val/loss")
     train_loss = summary.get("train_loss") or newest.get("train/loss")
-    _, peaks_gib = run.series("mem/peak_gib")
     precision = summary.get("precision") or run.config.get("precision", NONE)
     dataset = summary.get("dataset_note") or run.spec.get("dataset", {}).get("note", NONE)
 
+    done = f"{steps:,} of {max_steps:,}"
+    if run.is_program:
+        done = f"{steps:,}" if run.unit == "step" else NONE
+
     return {
         "state": Fact(run.state),
-        "steps": Fact(f"{steps:,} of {max_steps:,}"),
+        "steps": Fact(done),
         "validation loss": Fact(_validation_loss(run), val_loss),
         "training loss": Fact(_format_loss(train_loss), train_loss),
         "speed": _speed(run),
-        "time per step": _known("{:.3g} ms", summary.get("step_ms")),
+        "time per step": _known("{:.3g} ms", summary.get("step_ms") or comm.get("step_ms")),
         "MFU": _known("{:.1f} %", run.last("perf/mfu")),
         "goodput": _goodput(run),
         "time to the first step": _known("{:.2f} s", summary.get("first_step_s")),
         "time of the last command": _total_time(summary),
         "ranks": Fact(_ranks(summary)),
         "precision": Fact(str(precision)),
-        "peak memory of rank 0": _known("{:.2f} GiB", max(peaks_gib, default=None)),
+        "peak memory of rank 0": _known("{:.2f} GiB", _largest(run, "mem/peak_gib")),
+        "memory of the largest rank": _known("{:.2f} GiB", _largest(run, "mem/rss_gib")),
+        "memory of the fullest GPU": _known("{:.2f} GiB", _largest(run, "gpu/mem_gib")),
+        "collectives in a step": _known("{:.3g} ms", comm.get("busy_ms")),
+        "exposed communication": _known("{:.1f} %", comm.get("exposed_share")),
+        "bus bandwidth": _known("{:.3g} GB/s", comm.get("busbw_gbps")),
         "faults": Fact(_faults(run)),
         "dataset": Fact(str(dataset)),
         "resumed from": Fact(str(summary.get("resumed_from") or NONE)),
         "nanoray, torch": Fact(f"{run.spec.get('nanoray', NONE)}, {summary.get('torch', NONE)}"),
     }
+
+
+def shown_facts(runs: list[RunFiles]) -> list[dict[str, Fact]]:
+    """Return each run's figures; of programs alone without those that none of them can have."""
+    of_runs = [facts(run) for run in runs]
+    labels = [
+        label
+        for label in of_runs[0]
+        if any(not run.is_program for run in runs)
+        or any(of_run[label].text != NONE for of_run in of_runs)
+    ]
+    return [{label: of_run[label] for label in labels} for of_run in of_runs]
+
+
+def _largest(run: RunFiles, metric: str) -> float | None:
+    return max(run.series(metric)[1], default=None)
 
 
 def _known(template: str, value: float | None) -> Fact:
@@ -203,7 +240,8 @@ def _total_time(summary: dict[str, Any]) -> Fact:
 def _ranks(summary: dict[str, Any]) -> str:
     if not summary.get("world_size"):
         return NONE
-    return f"{summary['world_size']} x {summary['device']}, {summary['backend']}"
+    backend = f", {summary['backend']}" if "backend" in summary else ""  # a program chooses its own
+    return f"{summary['world_size']} x {summary['device']}{backend}"
 
 
 def _faults(run: RunFiles) -> str:
