@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "plain_ddp.py"
+COLLECTIVES = SCRIPT.with_name("plain_collectives.py")
 RUN = [sys.executable, "-m", "nanoray", "run", "--workers", "2", "--device", "cpu"]
 
 
@@ -61,17 +62,20 @@ def test_a_script_prints_what_it_prints_under_torchrun(
         pytest.param("raise", "raised ValueError: a bad value", marks=pytest.mark.full),
         pytest.param("exit", "ended with exit code 3", marks=pytest.mark.full),
         pytest.param("sleep", "rank 1 in misbehave (plain_ddp.py", marks=pytest.mark.full),
+        pytest.param("sleep, traced", "rank 1 is behind: it has begun ", marks=pytest.mark.full),
     ],
 )
 def test_the_rank_that_failed_first_is_named_and_all_start_again(
     tmp_path: Path, fault: str, how: str
 ) -> None:
+    fault, _, traced = fault.partition(", ")
     flags = ("--hang_timeout", "5") if fault == "sleep" else ()
+    flags += ("--trace",) if traced else ()
     code, output = run(tmp_path, str(SCRIPT), "--fault", fault, flags=flags)
     assert code == 0, output
     (failure,) = failures(tmp_path)
     assert how in str(failure["how"])
-    assert failure["rank"] == (0 if fault == "sleep" else 1)
+    assert failure["rank"] == (0 if fault == "sleep" and not traced else 1)
     assert "restart  1 of 3: all ranks" in output
     assert lines_of(output)[-1].startswith("end __main__")
 
@@ -128,6 +132,54 @@ def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
     for path in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+def test_trace_sees_every_collective_of_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
+    """Those of DDP's reducer, which are called from C++, of FSDP, of groups, and between two ranks."""
+    code, output = run(tmp_path, str(COLLECTIVES), flags=("--trace", "--trace_every", "1"))
+    assert code == 0, output
+    assert "end 0 6" in output  # the sums are what they were
+    assert "trace    3 steps: " in output
+    (folder,) = (tmp_path / "runs").iterdir()
+    steps = [json.loads(line) for line in (folder / "comm" / "steps.jsonl").open()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+
+    # The third step: each with its bytes, its group's ranks, and when it was issued.
+    seen = {
+        (c["op"], c["group"], c["phase"], c["bytes"], c["ranks"]) for c in steps[2]["collectives"]
+    }
+    assert seen == {
+        ("all_reduce", "default", "backward", 256, 2),  # DDP: 64 weights in float32
+        ("reduce_scatter", "default", "backward", 512, 2),  # FSDP: 128 weights
+        ("all_gather", "default", "forward", 512, 2),
+        ("all_reduce", "default", "forward", 12, 2),
+        ("broadcast", "undefined/2", "forward", 12, 2),
+        ("send", "default", "forward", 12, 2),
+        ("recv", "default", "forward", 12, 2),
+    }
+    gradients = [c for c in steps[2]["collectives"] if c["what"] == "gradients"]
+    assert [(c["bytes"], c["bucket"], c["last"]) for c in gradients] == [(256, 0, True)]
+    assert gradients[0]["busbw_gbps"] == pytest.approx(256 / gradients[0]["time_us"] / 1e3)
+    # It began to wait for its own asynchronous sum after it had computed.
+    (own,) = [c for c in steps[2]["collectives"] if (c["op"], c["bytes"]) == ("all_reduce", 12)]
+    assert all(wait > start for wait, start in zip(own["wait_ms"], own["start_ms"], strict=True))
+    figures = steps[2]["figures"]
+    assert figures["busy_ms"] == pytest.approx(figures["exposed_ms"] + figures["hidden_ms"])
+    # What comes after the last step is none: it is written, and counted in no mean.
+    assert [phase[0] for phase in steps[3]["phases"][0]] == ["closing"]
+
+    # The tools of other runs read it.
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert records[-1]["step"] == 3
+    assert any("comm/busy_ms" in record for record in records)
+    assert any(len(record["ranks"].get("mem/rss_gib", [])) == 2 for record in records)
+    for tool in ("report", "timeline", "faults"):
+        command = [sys.executable, "-m", "nanoray", tool, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    page = (folder / "report.html").read_text()
+    assert "exposed communication" in page
+    assert "memory of the largest rank" in page
 
 
 @pytest.mark.full

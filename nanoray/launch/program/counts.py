@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +28,13 @@ class GroupCounts(NamedTuple):
     size: int  # its bytes
 
 
-class Counts(NamedTuple):
+@dataclass(frozen=True)
+class Counts:
     """The collectives of a rank."""
 
     steps: int = 0
     ended: int = 0
-    groups: dict[str, GroupCounts] = {}  # noqa: RUF012: of a NamedTuple, and never changed
+    groups: dict[str, GroupCounts] = field(default_factory=dict)
 
     @property
     def waits(self) -> bool:
@@ -73,4 +75,5 @@ def read_counts(path: Path) -> Counts:
         if begun:
             text = name.rstrip(b"\0").decode(errors="replace")
             groups[text] = GroupCounts(begun, ended, op.rstrip(b"\0").decode(), size)
-    return Counts(*HEAD.unpack_from(content), groups)
+    steps, ended = HEAD.unpack_from(content)
+    return Counts(steps, ended, groups)

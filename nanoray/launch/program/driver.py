@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -338,9 +337,12 @@ class ProgramDriver:
         time.sleep(1.0)
         places = []
         for of, answer in enumerate(self._poll()):
-            stack = re.findall(rb'File "([^"]+)", line (\d+) in (\S+)', answer["output"])
+            main_thread = answer["output"].rpartition(b"(most recent call first):")[
+                2
+            ]  # is the last
+            stack = re.search(rb'File "([^"]+)", line (\d+) in (\S+)', main_thread)
             if stack:
-                file, line, name = (part.decode(errors="replace") for part in stack[0])
+                file, line, name = (part.decode(errors="replace") for part in stack.groups())
                 places.append(f"rank {of} in {name} ({Path(file).name}:{line})")
         self._end()
         where = "; ".join([why, *places] if why else places) or "the stacks are in their logs"

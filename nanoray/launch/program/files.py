@@ -1,7 +1,7 @@
 """The files that say what was run and how it ended: `nanoray report RUN` and `nanoray faults RUN` read them.
 
-    program.json    the command, the program and its flags; it is no run.json, because nothing resumes it
-    summary.json    the exit code and the reason, as of any run
+program.json    the command, the program and its flags; it is no run.json, because nothing resumes it
+summary.json    the exit code and the reason, as of any run
 """
 
 from __future__ import annotations

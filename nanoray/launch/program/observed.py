@@ -58,7 +58,9 @@ class RankObserver:
     def observe(self, pids: Iterable[int], devices: Sequence[str], offset: int) -> dict[str, Any]:
         """Return memory and GPUs, and the notes from `offset` on."""
         resident = sum(resident_bytes("VmRSS", pid) for pid in pids)
-        usage = {"mem/rss_gib": resident / GIB} | gpu_usage(devices)
+        usage = gpu_usage(devices)
+        if resident:  # else the program has ended
+            usage["mem/rss_gib"] = resident / GIB
         self._gauges.set(usage)
         notes = b""
         with suppress(OSError), self._notes.open("rb") as file:
@@ -207,12 +209,15 @@ class RunObserver:
                 say(message)
 
         usages = [answer["usage"] for answer in answers]
-        ranks = {key: [usage.get(key) for usage in usages] for key in usages[0]}
+        keys = dict.fromkeys(key for usage in usages for key in usage)
+        ranks = {key: [usage.get(key) for usage in usages] for key in keys}
         for key, of_ranks in ranks.items():
             values[key] = max(value for value in of_ranks if value is not None)
         self._steps = self._steps_before + min(answer["steps"] for answer in answers)
         self._gauges.set({key: value for key, value in values.items() if key not in ranks})
-        self._write({"step": self.step, "attempt": self._attempt, "time": time.time()}, values, ranks)
+        if values:
+            record = {"step": self.step, "attempt": self._attempt, "time": time.time()}
+            self._write(record, values, ranks)
 
     def _prepared(self, notes: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
         """Return notes with the steps' numbers in the run, and with the moment each bucket began."""

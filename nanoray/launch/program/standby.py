@@ -2,8 +2,8 @@
 
     import torch ─► wait for one line of JSON on stdin ─► the script is __main__, or the command is exec'd
 
-It is started as a file, so that the program finds nothing of nanoray in it but what --trace needs. With torch imported before
-a rank is lost, a restart takes the time of the program alone.
+It is started as a file, so that the program finds nothing of nanoray in it but what --trace needs.
+With torch imported before a rank is lost, a restart takes the time of the program alone.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,14 @@ class Note:
     )
 
     def __init__(
-        self, op: str, group: Group, size: int, dtype: str, phase: str, ready: Moment
+        self,
+        op: str,
+        group: Group,
+        size: int,
+        dtype: str,
+        phase: str,
+        ready: Moment,
+        on_host: bool,
     ) -> None:
         self.op = op
         self.group = group
@@ -94,7 +100,7 @@ class Note:
         self.ready = ready
         self.wait: Moment | None = None  # when the program began to wait for it, where it is seen
         self.end: Moment | None = None
-        self.on_host = False  # whether the backend ends it on the host, as gloo does
+        self.on_host = on_host  # whether the backend ends it on the host, as gloo does
         self.work: Any = None  # kept until the end, so that Work.wait finds this note
 
 
@@ -103,17 +109,16 @@ class Group:
 
     def __init__(self, group: Any, place: int) -> None:
         self.size: int = group.size()
-        self.group_name: str = group.group_name
         # Groups of one kind and size, as the columns of a mesh, are one row of the merged notes.
         self.label = self.name = "default"
         if group.group_desc != "default_pg":
             self.label = f"{group.group_desc}/{self.size}"
-            self.name = f"{group.group_desc} {self.group_name}"
+            self.name = f"{group.group_desc} {group.group_name}"
         self.place = place  # in the file of counts
         self.begun = 0
         self.ended = 0
         self.running: deque[Note] = deque()
-        self.ends_on_host: bool | None = None  # for CUDA tensors; None: not asked yet
+        self.nccl: bool | None = None  # whether CUDA tensors go through NCCL; None: not asked yet
 
 
 class Tracer:
@@ -128,7 +133,7 @@ class Tracer:
 
         self._groups: dict[str, Group] = {}
         self._by_work: dict[int, Note] = {}  # of id(Work), which a note keeps alive
-        self._unreported: list[Note] = []  # torch does not report their end on the host
+        self._polled: dict[Note, None] = {}  # those whose end nothing reports: looked at
         self._lock = threading.Lock()
         self._leader: Any = None  # the first optimizer that makes a step: its steps are counted
         self._step = 1
@@ -157,7 +162,7 @@ class Tracer:
         def noted_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             note = self._by_work.get(id(work))
             if note is not None and note.wait is None:
-                note.wait = self._now()
+                note.wait = time.perf_counter() if note.on_host else self._now()
             answer = wait(work, *args, **kwargs)
             if note is not None and note.on_host:
                 self._end(note, time.perf_counter())
@@ -173,7 +178,7 @@ class Tracer:
                 self._mark("forward")
                 self._end_completed()
 
-        dist.Work.wait = noted_wait  # type: ignore[method-assign]
+        dist.Work.wait = noted_wait  # type: ignore[method-assign,assignment]
         torch.autograd.backward = noted_backward
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -205,28 +210,36 @@ class Tracer:
         """Note a collective before the backend has it."""
         sizes = [0]
         first: torch.Tensor | None = None
-        group = None
+        own: Any = None
         for arg in args[:3]:  # one or two lists of tensors, then the group
             if isinstance(arg, torch.ScriptObject):
-                group = self._group(dist.ProcessGroup.unbox(arg))
+                own = dist.ProcessGroup.unbox(arg)
                 break
             of_arg = 0
             for tensor in tensors_of(arg):
                 first = tensor if first is None else first
                 of_arg += tensor.numel() * tensor.element_size()
             sizes.append(of_arg)
-        assert group
+        group = self._group(own)
         # The larger side is the total: what is gathered, or what is scattered.
         size = 0 if op == "barrier" else max(sizes)
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        ready: Moment = time.perf_counter()
+        on_host = True
         if first is not None and first.is_cuda:
             self._cuda = True
-        note = Note(op, group, size, dtype, self._marks[-1][0], self._now())
+            ready = self._now()
+            if group.nccl is None:
+                backend = own._get_backend(torch.device("cuda"))
+                group.nccl = "nccl" in backend.name().lower()
+            on_host = not group.nccl
+        note = Note(op, group, size, dtype, self._marks[-1][0], ready, on_host)
         with self._lock:
             group.begun += 1
             group.running.append(note)
             self._save(group, note)
-            self._notes.append(note)
+            if is_noted(self._step, self._every):
+                self._notes.append(note)
         return note
 
     def _issued(self, note: Note, answer: Any) -> None:
@@ -238,11 +251,14 @@ class Tracer:
         work = dist.Work.unbox(boxed)
         note.work = work
         self._by_work[id(work)] = note
-        note.on_host = not self._cuda or self._ends_on_host(note.group)
+        # A callback is worth its cost where the moment counts.
+        if not is_noted(self._step, self._every):
+            self._polled[note] = None
+            return
         try:
             future = work.get_future()
         except RuntimeError:  # gloo's messages between two ranks have none
-            self._unreported.append(note)
+            self._polled[note] = None
             return
         if note.on_host:
             future.add_done_callback(lambda _: self._end(note, time.perf_counter()))
@@ -252,7 +268,7 @@ class Tracer:
 
     def _mark_end(self, note: Note) -> None:
         note.end = self._now()
-        self._unreported.append(note)
+        self._polled[note] = None
 
     def _end_completed(self) -> None:
         """Note the end of what DDP has waited for in backward: the callback may come later."""
@@ -278,23 +294,13 @@ class Tracer:
             self._counts.write_head(self._step - 1, self._ended)
             self._save(group, note)
         note.work = None
-        with suppress(ValueError):
-            self._unreported.remove(note)
+        self._polled.pop(note, None)
 
     def _group(self, group: Any) -> Group:
         known = self._groups.get(group.group_name)
         if known is None:
             known = self._groups[group.group_name] = Group(group, len(self._groups))
         return known
-
-    def _ends_on_host(self, group: Group) -> bool:
-        """Whether the backend ends a group's collectives on the host, also those of CUDA tensors."""
-        if group.ends_on_host is None:
-            backend = dist.distributed_c10d._resolve_process_group(group.group_name)._get_backend(
-                torch.device("cuda")
-            )
-            group.ends_on_host = "nccl" not in backend.name().lower()
-        return group.ends_on_host
 
     def _save(self, group: Group, note: Note) -> None:
         """Write a group's counts, and the collective that it waits for or has ended last."""
@@ -358,7 +364,7 @@ class Tracer:
     def _poll_ends(self) -> None:
         while True:
             time.sleep(POLL_S)
-            for note in list(self._unreported):
+            for note in list(self._polled):
                 if note.end is not None and not isinstance(note.end, float):
                     ended = note.end.query()
                 else:
