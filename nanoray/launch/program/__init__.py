@@ -4,6 +4,9 @@
     driver.py     start all ranks, watch them, name the first cause, start all again
     rank.py       the Ray actor of one rank: it owns the program's process
     standby.py    that process: torch is imported before the program is known
+    traced.py     with --trace, in that process: notes every collective; counts.py: a file that survives it
+    observed.py   memory, GPUs and notes on their way to the records; who is behind in a hang
+    files.py      what was run, and how it ended
 
 These files know ranks, processes and exit codes, and nothing of steps, checkpoints or states.
 """

@@ -72,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=600.0,
         metavar="S",
-        help="seconds in which no rank prints or computes, until all start again; 0: for ever",
+        help="seconds in which no rank prints, computes or, with --trace, ends a collective, until all "
+        "start again; 0: for ever",
     )
     parser.add_argument(
         "--grace",
