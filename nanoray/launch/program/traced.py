@@ -16,6 +16,7 @@ import atexit
 import json
 import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -62,6 +63,7 @@ REDUCES = ("all_reduce", "reduce_scatter")  # what sums gradients, where it is i
 FIRST_ALL = 20  # steps that are noted from the start, whatever `every` is
 WINDOW = 2  # steps that follow each other, of every `every`
 PATIENCE_S = 30.0  # how long the notes of a step wait for its collectives to end
+MOST_NOTES = 20_000  # of a step: a program may never call an optimizer of torch's
 CLOSE_S = 5.0  # how long the end of the program waits for the last notes
 POLL_S = 0.2  # between two looks at collectives whose end is not reported
 
@@ -140,6 +142,8 @@ class Tracer:
         self._ended = 0
         self._on = True
         self._cuda = False
+        self._device: torch.device | None = None
+        self._said: set[str] = set()
         self._notes: list[Note] = []
         self._marks: list[tuple[str, Moment]] = [("set-up", time.perf_counter())]
         self._steps: queue.SimpleQueue[tuple[int, list[Any], list[Note]] | None] = (
@@ -199,12 +203,32 @@ class Tracer:
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_on():
                 return operator.redispatch(keyset.remove(own_key), *args, **kwargs)
-            note = self._issue(op, args)
-            answer = operator.redispatch(keyset.remove(own_key), *args, **kwargs)
-            self._issued(note, answer)
+            note = None
+            try:
+                note = self._issue(op, args)
+            except Exception as error:  # the program must not fail by what observes it
+                self._missed(op, error)
+            try:
+                answer = operator.redispatch(keyset.remove(own_key), *args, **kwargs)
+            except BaseException:
+                if note is not None:
+                    self._end(note, time.perf_counter())
+                raise
+            if note is not None:
+                try:
+                    self._issued(note, answer)
+                except Exception as error:
+                    self._end(note, time.perf_counter())
+                    self._missed(op, error)
             return answer
 
         return kernel
+
+    def _missed(self, what: str, error: object) -> None:
+        """Say once of each kind that it is not noted, or without its end."""
+        if what not in self._said:
+            self._said.add(what)
+            print(f"trace    {what} is not noted: {error}", file=sys.stderr)
 
     def _issue(self, op: str, args: tuple[Any, ...]) -> Note:
         """Note a collective before the backend has it."""
@@ -228,6 +252,7 @@ class Tracer:
         on_host = True
         if first is not None and first.is_cuda:
             self._cuda = True
+            self._device = first.device
             ready = self._now()
             if group.nccl is None:
                 backend = own._get_backend(torch.device("cuda"))
@@ -239,7 +264,10 @@ class Tracer:
             group.running.append(note)
             self._save(group, note)
             if is_noted(self._step, self._every):
-                self._notes.append(note)
+                if len(self._notes) < MOST_NOTES:
+                    self._notes.append(note)
+                else:
+                    self._missed(f"collective {MOST_NOTES + 1:,} of a step", "there are too many")
         return note
 
     def _issued(self, note: Note, answer: Any) -> None:
@@ -317,7 +345,7 @@ class Tracer:
         return event
 
     def _mark(self, phase: str) -> None:
-        if self._is_on():
+        if self._is_on() and len(self._marks) < MOST_NOTES:
             self._marks.append((phase, self._now()))
 
     def _is_on(self) -> bool:
@@ -391,8 +419,9 @@ class Tracer:
             if moment is not None and not isinstance(moment, float):
                 moment.synchronize()
         # A stream of its own: the anchor must not wait for what the program has queued since.
-        anchor = torch.cuda.Event(enable_timing=True)
-        anchor.record(torch.cuda.Stream())
+        with torch.cuda.device(self._device):  # of this thread it would be the first one
+            anchor = torch.cuda.Event(enable_timing=True)
+            anchor.record(torch.cuda.Stream())
         anchor.synchronize()
         at = time.perf_counter()
 
@@ -430,11 +459,11 @@ def plain(
 ) -> dict[str, Any]:
     """Return the notes of a step as JSON, in the form of trace.recorder's, in this rank's seconds."""
     # A sum that is issued in backward, and not waited for at once, is a bucket of gradients.
-    buckets = [
-        note
-        for note in notes
-        if note.phase == "backward" and note.op in REDUCES and note.wait is None
-    ]
+    buckets: dict[Note, int] = {}
+    for note in notes:
+        if note.phase == "backward" and note.op in REDUCES and note.wait is None and note.end:
+            buckets[note] = len(buckets)
+    last = next(reversed(buckets), None)
     collectives = []
     for note in notes:
         if note.end is None:
@@ -453,8 +482,8 @@ def plain(
                 "start": ready,
                 "end": seconds(note.end),
                 "timing": timing_of(note) if is_bucket else "call",
-                "bucket": buckets.index(note) if is_bucket else None,
-                "last": is_bucket and note is buckets[-1],
+                "bucket": buckets.get(note),
+                "last": note is last,
                 "wait": None if note.wait is None else min(seconds(note.wait), seconds(note.end)),
             }
         )
