@@ -334,7 +334,7 @@ METRICS: dict[str, Metric] = {
         Metric(
             "gpu/mem_gib",
             "GiB",
-            "`nanoray run`: memory in use on a rank's GPU or slice, by whichever process; of the "
+            "`nanoray run`: memory in use on a rank's GPU or slice, by all processes; of the "
             "fullest",
             "flat, below the GPU's",
         ),

@@ -383,6 +383,9 @@ class Tracer:
             # What follows the last step is none. A program without an optimizer has made one.
             what = "closing" if self._leader else "forward"
             marks = [(what, self._marks[0][1]), ("end", self._now())]
+            for note in notes:
+                if note.phase != "backward":
+                    note.phase = what
             self._steps.put((self._step, marks, notes))
         self._steps.put(None)
         self._writer.join(CLOSE_S)
