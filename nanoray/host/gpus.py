@@ -39,7 +39,7 @@ def driver_version() -> str:
 def gpu_usage(ids: Sequence[str], nvml: Any = None) -> dict[str, float]:
     """Return the mean load and the largest memory in use of some GPUs or MIG slices, as metrics.
 
-    ids: UUIDs, or NVML's numbers. Empty without any; NVML knows no load of a slice.
+    ids: UUIDs, or NVML's numbers. Empty without any; of a slice NVML gives no load.
     """
 
     def read(nvml: Any) -> dict[str, float]:

@@ -58,7 +58,7 @@ class RankProgram:
     hang_timeout_s: float = 600.0  # 0: no rank is taken for hung
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
     tee: str = "0"  # whose output is shown: 0 | all
-    trace_every: int = 0  # two steps of so many are noted, after the first ones; 0: none, 1: all
+    trace_every: int = 0  # of this number of steps two are noted, after the first ones; 0: none
 
     def log(self, rank: int) -> Path:
         """Return the file of a rank's output."""
@@ -145,7 +145,7 @@ class ProgramDriver:
             )
         finally:
             with suppress(RayError):
-                self.observer.look(now=True)
+                self.observer.collect(now=True)
 
     # Start.
 
@@ -248,7 +248,7 @@ class ProgramDriver:
         before: list[Movement] = []
         while True:
             answers = self._poll()
-            self.observer.look()
+            self.observer.collect()
             failed = [rank for rank, answer in enumerate(answers) if answer["code"]]
             if failed:
                 # What the others say now, of connections that were reset, is in their logs.

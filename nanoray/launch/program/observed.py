@@ -110,7 +110,7 @@ class RunObserver:
         clocks = self._compare_clocks(nodes) if self._traced and len(set(nodes)) > 1 else None
         self._submit(self._begin, len(actors), clocks)
 
-    def look(self, now: bool = False) -> None:
+    def collect(self, now: bool = False) -> None:
         """Ask all actors, at most every LOOK_S. Raises RayError where one is lost."""
         if not now and time.monotonic() - self._looked < LOOK_S:
             return
@@ -124,7 +124,7 @@ class RunObserver:
             self._offsets[rank] += len(answer["notes"])
         self._submit(self._take, answers)
         if now and any(len(answer["notes"]) == MOST_BYTES for answer in answers):
-            self.look(now=True)
+            self.collect(now=True)
 
     def close(self) -> None:
         """Write what is left, and say what the collectives have cost."""

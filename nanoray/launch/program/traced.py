@@ -1,4 +1,4 @@
-"""Notes every collective of a program that knows nothing of nanoray. It runs in the program's process.
+"""Notes every collective of a program that does not use nanoray. It runs in the program's process.
 
     dist.all_reduce, DDP's reducer (C++), FSDP, DeviceMesh ─► c10d::allreduce_, an operator of torch
                                                                    │
@@ -127,7 +127,7 @@ class Tracer:
     """Notes this process' collectives, and writes them step by step."""
 
     def __init__(self, folder: Path, rank: int, every: int) -> None:
-        """folder: of the logs. every: 2 of so many steps are noted after the first ones; 1: all."""
+        """folder: of the logs. every: of this number of steps 2 are noted, after the first ones."""
         self._every = every
         self._notes_path = folder / f"rank{rank}.notes.jsonl"
         self._notes_path.write_text("")
