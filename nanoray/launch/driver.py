@@ -139,6 +139,9 @@ class Driver:
         outcome = self.at.outcome
         all_waiting = collector.all_waiting
         rank_failed = bool(collector.failures)
+        # A loop of its own is complete when all ranks have returned from it.
+        if rank_failed and outcome and "own_loop" in outcome:
+            outcome = None
         return replace(
             situation,
             exit_reason=outcome["exit_reason"] if outcome else "",
