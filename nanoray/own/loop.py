@@ -82,15 +82,12 @@ class OwnLoop:
             raise ConfigError(
                 f"run.log: step = {step} comes after step = {self._step}; log steps in their order"
             )
-        is_first = self._step < 0
-        if is_first:
-            self._progress.base = step - 1
         self._progress.set(step, SCRIPT)
         if self._run.rank > 0:
             self._run.take_logged()
             return
         # Records of this step and of later ones are of an earlier attempt: they are written anew.
-        if is_first:
+        if self._step < 0:
             self._observers.open(0, step - 1)
             problem = self._observers.problem()
             if problem:
@@ -105,14 +102,14 @@ class OwnLoop:
         """Leave the script's process group, if it has not, and return the outcome of the run."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        stopped = self._run.wanted() is Order.STOP
+        reason = "stopped" if self._run.wanted() is Order.STOP else "finished"
         outcome = {
-            "exit_reason": "stopped" if stopped else "finished",
+            "exit_reason": reason,
             "own_loop": True,
             "world_size": self._run.world_size,
             "device": self._run.device,
             "torch": torch.__version__,
-            "lines": [f"{'stopped' if stopped else 'finished'}  by a loop of its own"],
+            "lines": [f"{reason:<8} main(run) has returned, on all ranks"],
         }
         self._observers.ended(outcome)
         lost = self._run.take_logged()

@@ -136,7 +136,10 @@ class Run:
         for name, value in values.items():
             if name in taken:
                 raise ConfigError(f"run.log: {name} is a name of nanoray's own; choose another one")
-            self._logged[name] = value if type(value) in (int, str) else float(value)
+            if type(value) not in (int, str):
+                # float() of a loss that still requires a gradient would warn.
+                value = float(value.detach() if hasattr(value, "detach") else value)
+            self._logged[name] = value
         if step is not None and loop is not None:
             loop.record(step)
 

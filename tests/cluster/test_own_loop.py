@@ -1,0 +1,170 @@
+"""A loop of its own in nanoray.launch(main), on Ray: what it finds, what a failure and a stop do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.cluster import (
+    Cluster,
+    finish,
+    losses,
+    no_actors_left,
+    only_report,
+    reports,
+    summary,
+)
+from tests.harness.commands import Command, wait_for
+from tests.harness.ranks import only_run
+
+pytestmark = [pytest.mark.slow]
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+import torch.distributed as dist
+import nanoray
+
+def main(run, what):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+             "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
+    print("variables", json.dumps({name: os.environ[name] for name in names}), flush=True)
+    if what == "nothing":
+        return
+    dist.init_process_group()
+    saved = run.folder / "step"
+    first = int(saved.read_text()) + 1 if saved.exists() else 1
+    for step in range(first, 31):
+        total = torch.tensor(float(step))
+        dist.all_reduce(total)
+        stop = torch.tensor(float(run.should_stop))
+        dist.all_reduce(stop)
+        run.log({"train/loss": total, "of the script": f"attempt {run.restarts}"}, step=step)
+        dist.barrier()
+        if run.rank == 0:
+            saved.write_text(str(step))
+        if what == "kill" and step == 12 and (run.rank, run.restarts) == (1, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raise" and step == 12 and run.rank == 1:
+            raise ValueError("of rank 1")
+        if what == "stop":
+            time.sleep(0.2)
+        if stop:
+            break
+    if what == "late" and run.rank == 1 and run.restarts == 0:
+        time.sleep(4)  # longer than the driver needs to see that rank 0 has returned
+        raise ValueError("of rank 1")
+
+if __name__ == "__main__":
+    config, what = json.loads(sys.argv[1]), sys.argv[2]
+    raise SystemExit(nanoray.launch(lambda run: main(run, what), config))
+"""
+
+
+def started(cluster: Cluster, folder: Path, what: str) -> Command:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    config = {
+        "workers": 2,
+        "cpus_per_worker": 0.5,
+        "out_dir": str(folder / "out"),
+        "tensorboard": False,
+        "placement_timeout_s": 60,
+    }
+    env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address}
+    return Command(str(script), json.dumps(config), what, env=env)
+
+
+def variables(out: Path, rank: int) -> list[dict[str, Any]]:
+    """The environment that a rank's function has printed, once for each attempt."""
+    lines = (only_run(out) / "logs" / f"rank{rank}.log").read_text().splitlines()
+    found = [line.removeprefix("variables ") for line in lines if line.startswith("variables ")]
+    return [json.loads(text) for text in found]
+
+
+def test_a_killed_rank_makes_all_ranks_start_again(cluster: Cluster, tmp_path: Path) -> None:
+    """They have torchrun's variables, go on from what the script has saved, and repeat no record."""
+    with started(cluster, tmp_path, "kill") as command:
+        code, output = finish(command)
+    out = tmp_path / "out"
+    assert code == 0, output
+
+    report = only_report(out, output)
+    found = [report[key] for key in ("rank", "cause", "recovery", "step", "steps_repeated")]
+    assert found == [1, "killed", "restart", 12, None], output
+    assert "restart  1/3 all ranks call the script's function again\n" in output
+    assert "replace  " not in output
+
+    # (1 + 1) × the step, once for each step
+    assert losses(out) == {step: 2.0 * step for step in range(1, 31)}
+    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    attempts = [json.loads(line)["of the script"] for line in lines]
+    assert attempts == ["attempt 0"] * 12 + ["attempt 1"] * 18
+    for rank in (0, 1):
+        for restarts, values in enumerate(variables(out, rank)):
+            assert values["RANK"] == values["LOCAL_RANK"] == str(rank)
+            assert values["WORLD_SIZE"] == values["LOCAL_WORLD_SIZE"] == "2"
+            assert values["GROUP_RANK"] == "0"
+            assert values["TORCHELASTIC_RESTART_COUNT"] == str(restarts)
+            assert values["TORCHELASTIC_RUN_ID"] == only_run(out).name
+        assert len(variables(out, rank)) == 2
+    addresses = [[values["MASTER_PORT"] for values in variables(out, rank)] for rank in (0, 1)]
+    assert addresses[0] == addresses[1]
+    assert summary(out)["exit_reason"] == "finished"
+    assert summary(out)["restarts"] == 1
+    assert no_actors_left(cluster)
+
+
+def test_a_run_is_over_when_all_ranks_have_returned(cluster: Cluster, tmp_path: Path) -> None:
+    """Rank 1 raises after rank 0 has returned: that is a failure, and no warning."""
+    with started(cluster, tmp_path, "late") as command:
+        code, output = finish(command)
+    assert code == 0, output
+    report = only_report(tmp_path / "out", output)
+    assert (report["rank"], report["cause"], report["recovery"]) == (1, "exception", "restart")
+    assert "failed in script of step 30: ValueError: of rank 1" in output
+    assert 'raise ValueError("of rank 1")' in output
+    assert "warning  " not in output
+    assert no_actors_left(cluster)
+
+
+def test_a_stop_is_seen_in_the_loop(cluster: Cluster, tmp_path: Path) -> None:
+    """All ranks leave after the same step, and the exit code is that of the signal."""
+    out = tmp_path / "out"
+    with started(cluster, tmp_path, "stop") as command:
+        wait_for(lambda: any(out.glob("*/step")), process=command)
+        command.send_signal(signal.SIGINT)
+        code, output = finish(command)
+    assert code == 130, output
+    assert summary(out)["exit_reason"] == "stopped"
+    last = max(losses(out))
+    assert 1 <= last < 30
+    assert (only_run(out) / "step").read_text() == str(last)
+    assert not (only_run(out) / "faults.jsonl").exists()
+    assert no_actors_left(cluster)
+
+
+@pytest.mark.full
+def test_an_error_that_comes_again_ends_the_run_and_is_named(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with started(cluster, tmp_path, "raise") as command:
+        code, output = finish(command)
+    assert code == 1, output
+    # The second attempt goes on after the step at which the first one has failed.
+    assert [report["rank"] for report in reports(tmp_path / "out")] == [1], output
+    assert no_actors_left(cluster)
+
+
+def test_a_function_that_returns_at_once_is_a_finished_run(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with started(cluster, tmp_path, "nothing") as command:
+        code, output = finish(command)
+    assert code == 0, output
+    assert "finished main(run) has returned, on all ranks\n" in output
+    assert summary(tmp_path / "out")["exit_reason"] == "finished"
