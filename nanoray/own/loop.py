@@ -73,30 +73,30 @@ class OwnLoop:
         self._progress = ProgressFile(run.spec.progress(run.rendezvous.slot))
         self._progress.set(0, SCRIPT)
 
-    def record(self, step: int) -> None:
-        """Record the values that the script has logged. (rank 0; others only note their place)
-
-        Raises ConfigError for a step before the newest one.
-        """
+    def require_in_order(self, step: int) -> None:
+        """Raise ConfigError for a step before the newest one."""
         if step < self._step:
             raise ConfigError(
                 f"run.log: step = {step} comes after step = {self._step}; log steps in their order"
             )
+
+    def record(self, step: int) -> None:
+        """Record the values that the script has logged. (rank 0; others only note their place)"""
+        newest, self._step = self._step, step
         self._progress.set(step, SCRIPT)
         if self._run.rank > 0:
             self._run.take_logged()
             return
         # Records of this step and of later ones are of an earlier attempt: they are written anew.
-        if self._step < 0:
+        if newest < 0:
             self._observers.open(0, step - 1)
             problem = self._observers.problem()
             if problem:
                 raise ConfigError(problem)
-        if step == self._step:
+        if step == newest:
             self._observers.complete_newest()
         else:
             self._observers.record({"step": step, "attempt": self._run.restarts, "time": now()})
-        self._step = step
 
     def ended(self) -> dict[str, Any]:
         """Leave the script's process group, if it has not, and return the outcome of the run."""

@@ -133,15 +133,21 @@ class Run:
                 "drop the step"
             )
         taken = RECORD_KEYS if step is not None else (*METRICS, *RECORD_KEYS)
+        logged: dict[str, Value] = {}
         for name, value in values.items():
             if name in taken:
                 raise ConfigError(f"run.log: {name} is a name of nanoray's own; choose another one")
-            if type(value) not in (int, str):
+            if type(value) in (int, str):
+                logged[name] = value
+            else:
                 # float() of a loss that still requires a gradient would warn.
-                value = float(value.detach() if hasattr(value, "detach") else value)
-            self._logged[name] = value
-        if step is not None and loop is not None:
-            loop.record(step)
+                logged[name] = float(value.detach() if hasattr(value, "detach") else value)
+        if step is None or loop is None:
+            self._logged |= logged
+            return
+        loop.require_in_order(step)
+        self._logged |= logged
+        loop.record(step)
 
     def leave_loop(self, error: BaseException | None = None) -> None:
         """Close the files of a loop of its own, which `error` may have ended. (of the launchers)"""

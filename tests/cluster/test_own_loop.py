@@ -16,7 +16,6 @@ from tests.harness.cluster import (
     losses,
     no_actors_left,
     only_report,
-    reports,
     summary,
 )
 from tests.harness.commands import Command, wait_for
@@ -33,8 +32,6 @@ def main(run, what):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
              "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
     print("variables", json.dumps({name: os.environ[name] for name in names}), flush=True)
-    if what == "nothing":
-        return
     dist.init_process_group()
     saved = run.folder / "step"
     first = int(saved.read_text()) + 1 if saved.exists() else 1
@@ -49,8 +46,6 @@ def main(run, what):
             saved.write_text(str(step))
         if what == "kill" and step == 12 and (run.rank, run.restarts) == (1, 0):
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "raise" and step == 12 and run.rank == 1:
-            raise ValueError("of rank 1")
         if what == "stop":
             time.sleep(0.2)
         if stop:
@@ -146,25 +141,3 @@ def test_a_stop_is_seen_in_the_loop(cluster: Cluster, tmp_path: Path) -> None:
     assert (only_run(out) / "step").read_text() == str(last)
     assert not (only_run(out) / "faults.jsonl").exists()
     assert no_actors_left(cluster)
-
-
-@pytest.mark.full
-def test_an_error_that_comes_again_ends_the_run_and_is_named(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    with started(cluster, tmp_path, "raise") as command:
-        code, output = finish(command)
-    assert code == 1, output
-    # The second attempt goes on after the step at which the first one has failed.
-    assert [report["rank"] for report in reports(tmp_path / "out")] == [1], output
-    assert no_actors_left(cluster)
-
-
-def test_a_function_that_returns_at_once_is_a_finished_run(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    with started(cluster, tmp_path, "nothing") as command:
-        code, output = finish(command)
-    assert code == 0, output
-    assert "finished main(run) has returned, on all ranks\n" in output
-    assert summary(tmp_path / "out")["exit_reason"] == "finished"
