@@ -10,7 +10,6 @@ nanoray makes no process group before an engine trains, so a loop of its own mak
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
