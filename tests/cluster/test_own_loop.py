@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.test_drained_nodes import drain
 from tests.harness.cluster import (
     Cluster,
     finish,
+    living_nodes,
     losses,
     no_actors_left,
     only_report,
+    ray_head,
+    ray_node,
     summary,
 )
 from tests.harness.commands import Command, wait_for
@@ -46,8 +50,8 @@ def main(run, what):
             saved.write_text(str(step))
         if what == "kill" and step == 12 and (run.rank, run.restarts) == (1, 0):
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "stop":
-            time.sleep(0.2)
+        while what == "wait" and step == 5 and run.restarts == 0 and not run.should_stop:
+            time.sleep(0.05)
         if stop:
             break
     if what == "late" and run.rank == 1 and run.restarts == 0:
@@ -60,18 +64,23 @@ if __name__ == "__main__":
 """
 
 
-def started(cluster: Cluster, folder: Path, what: str) -> Command:
+def started(cluster: Cluster, folder: Path, what: str, cpus: float = 0.5) -> Command:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     config = {
         "workers": 2,
-        "cpus_per_worker": 0.5,
+        "cpus_per_worker": cpus,
         "out_dir": str(folder / "out"),
         "tensorboard": False,
         "placement_timeout_s": 60,
     }
     env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address}
     return Command(str(script), json.dumps(config), what, env=env)
+
+
+def waits(out: Path) -> bool:
+    """Whether the ranks wait in step 5 until they should stop."""
+    return any(path.read_text() == "5" for path in out.glob("*/step"))
 
 
 def variables(out: Path, rank: int) -> list[dict[str, Any]]:
@@ -130,14 +139,31 @@ def test_a_run_is_over_when_all_ranks_have_returned(cluster: Cluster, tmp_path: 
 def test_a_stop_is_seen_in_the_loop(cluster: Cluster, tmp_path: Path) -> None:
     """All ranks leave after the same step, and the exit code is that of the signal."""
     out = tmp_path / "out"
-    with started(cluster, tmp_path, "stop") as command:
-        wait_for(lambda: any(out.glob("*/step")), process=command)
+    with started(cluster, tmp_path, "wait") as command:
+        wait_for(lambda: waits(out), process=command)
         command.send_signal(signal.SIGINT)
         code, output = finish(command)
     assert code == 130, output
     assert summary(out)["exit_reason"] == "stopped"
-    last = max(losses(out))
-    assert 1 <= last < 30
-    assert (only_run(out) / "step").read_text() == str(last)
+    assert max(losses(out)) == 6
+    assert (only_run(out) / "step").read_text() == "6"
     assert not (only_run(out) / "faults.jsonl").exists()
     assert no_actors_left(cluster)
+
+
+@pytest.mark.full
+def test_a_loop_leaves_a_drained_node_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    """All ranks are asked to stop, as nanoray has no state with which one alone could move."""
+    out = tmp_path / "out"
+    with ray_head("--num-cpus=1") as head, ray_node(head):
+        node = living_nodes(head)[1]
+        with started(head, tmp_path, "wait", cpus=1.0) as command:
+            wait_for(lambda: waits(out), process=command)
+            with ray_node(head):
+                drain(head, node)
+                code, output = finish(command)
+    assert code == 0, output
+    report = only_report(out, output)
+    assert (report["cause"], report["recovery"], report["node"]) == ("drained", "restart", node)
+    assert losses(out) == {step: 2.0 * step for step in range(1, 31)}
+    assert [values["TORCHELASTIC_RESTART_COUNT"] for values in variables(out, 0)] == ["0", "1"]
