@@ -223,7 +223,7 @@ def torchrun_variables(
     max_restarts: int,
     error_file: Path,
 ) -> dict[str, str]:
-    """Return what torchrun tells a rank, but for where the ranks meet.
+    """Return the variables that torchrun gives a rank, but for where the ranks meet.
 
     A group is a node. error_file: where a program of torch's `@record` reports its error.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def variables_of(run: Run) -> dict[str, str]:
-    """Return what torchrun would tell this rank, and where the ranks meet; {} if torchrun did.
+    """Return what torchrun would give this rank, and where the ranks meet; {} if torchrun did.
 
     They meet in the store that one of them serves already, so no port is looked for that another
     program could take meanwhile. A rank that is alone serves its own.

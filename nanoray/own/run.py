@@ -6,16 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoray.base.metrics import METRICS, RECORD_KEYS
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.rendezvous import Order, Rendezvous
-
-if TYPE_CHECKING:
-    from nanoray.own.loop import OwnLoop
 
 Value = float | int | str
 
@@ -67,8 +64,8 @@ class Run:
     on_fit: Callable[[Any], None] | None = None
     """of a dry run: receives the task that `fit` would train, and ends the script"""
 
-    loop: OwnLoop | None = field(default=None, repr=False)
-    """what a loop of the script's own needs, until an engine trains; of the launchers"""
+    loop: Any = field(default=None, repr=False)
+    """the OwnLoop (own/loop.py): what a loop of the script's own needs, until an engine trains; of the launchers"""
 
     @property
     def config(self) -> Config:

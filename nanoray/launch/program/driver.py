@@ -176,7 +176,7 @@ class ProgramDriver:
         ray.get(starts, timeout=START_TIMEOUT_S)
 
     def variables_of(self, rank: int) -> dict[str, str]:
-        """Return what torchrun would tell a rank, and the devices of its node."""
+        """Return what torchrun would give a rank, and the devices of its node."""
         node = self.facts[rank]["node"]
         nodes = list(dict.fromkeys(facts["node"] for facts in self.facts))
         here = [other for other, facts in enumerate(self.facts) if facts["node"] == node]
