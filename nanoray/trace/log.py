@@ -306,7 +306,7 @@ def merge(
                 ms(by_rank[rank][key], rank) if rank in by_rank else None for rank in ranks
             ]
         # When each rank began to wait for a message that travels beside compute
-        if first.get("wait") is not None:
+        if all(c.get("wait") is not None for c in by_rank.values()):
             row["wait_ms"] = [
                 ms(by_rank[rank]["wait"], rank) if rank in by_rank else None for rank in ranks
             ]

@@ -19,6 +19,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,7 +88,7 @@ class Note:
     def __init__(
         self,
         op: str,
-        group: Group,
+        group: TracedGroup,
         size: int,
         dtype: str,
         phase: str,
@@ -106,7 +107,7 @@ class Note:
         self.work: Any = None  # kept until the end, so that Work.wait finds this note
 
 
-class Group:
+class TracedGroup:
     """A process group: its counts, and the collectives that have not ended."""
 
     def __init__(self, group: Any, place: int) -> None:
@@ -133,8 +134,9 @@ class Tracer:
         self._notes_path.write_text("")
         self._counts = CountsFile(folder / f"rank{rank}.counts")
 
-        self._groups: dict[str, Group] = {}
-        self._by_work: dict[int, Note] = {}  # of id(Work), which a note keeps alive
+        self._groups: dict[str, TracedGroup] = {}
+        # Also of those that have ended, as long as the program may still wait for them
+        self._by_work: weakref.WeakKeyDictionary[Any, Note] = weakref.WeakKeyDictionary()
         self._polled: dict[Note, None] = {}  # those whose end nothing reports: looked at
         self._lock = threading.Lock()
         self._leader: Any = None  # the first optimizer that makes a step: its steps are counted
@@ -164,7 +166,7 @@ class Tracer:
         wait = dist.Work.wait
 
         def noted_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            note = self._by_work.get(id(work))
+            note = self._by_work.get(work)
             if note is not None and note.wait is None:
                 note.wait = time.perf_counter() if note.on_host else self._now()
             answer = wait(work, *args, **kwargs)
@@ -278,7 +280,7 @@ class Tracer:
             return
         work = dist.Work.unbox(boxed)
         note.work = work
-        self._by_work[id(work)] = note
+        self._by_work[work] = note
         # A callback is worth its cost where the moment counts.
         if not is_noted(self._step, self._every):
             self._polled[note] = None
@@ -310,8 +312,6 @@ class Tracer:
         """Note the end of a collective. (any thread)"""
         group = note.group
         with self._lock:
-            if note.work is not None:
-                self._by_work.pop(id(note.work), None)
             if note.end is None:
                 note.end = end
             if note not in group.running:
@@ -324,13 +324,13 @@ class Tracer:
         note.work = None
         self._polled.pop(note, None)
 
-    def _group(self, group: Any) -> Group:
+    def _group(self, group: Any) -> TracedGroup:
         known = self._groups.get(group.group_name)
         if known is None:
-            known = self._groups[group.group_name] = Group(group, len(self._groups))
+            known = self._groups[group.group_name] = TracedGroup(group, len(self._groups))
         return known
 
-    def _save(self, group: Group, note: Note) -> None:
+    def _save(self, group: TracedGroup, note: Note) -> None:
         """Write a group's counts, and the collective that it waits for or has ended last."""
         shown = group.running[0] if group.running else note
         counts = GroupCounts(group.begun, group.ended, shown.op, shown.size)
