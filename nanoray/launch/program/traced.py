@@ -146,6 +146,7 @@ class Tracer:
         self._cuda = False
         self._device: torch.device | None = None
         self._said: set[str] = set()
+        self._newest: Any = None  # Work
         self._notes: list[Note] = []
         self._marks: list[tuple[str, Moment]] = [("set-up", time.perf_counter())]
         self._steps: queue.SimpleQueue[tuple[int, list[Any], list[Note]] | None] = (
@@ -281,6 +282,8 @@ class Tracer:
         work = dist.Work.unbox(boxed)
         note.work = work
         self._by_work[work] = note
+        # It may end before torch returns it to the program, which must get the same object.
+        self._newest = work
         # A callback is worth its cost where the moment counts.
         if not is_noted(self._step, self._every):
             self._polled[note] = None
