@@ -34,7 +34,12 @@ from nanoray.launch.ray_compat import (
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
 OBJECT_STORE_BYTES = 80 * 2**20  # no tensors pass through it
 # Variables that `ray.init` or `_local_options` sets in this process
-_SET_BY_RAY = ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
+_SET_BY_RAY = (
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_AUTH_TOKEN",
+    "RAY_AUTH_MODE",
+    "RAY_worker_niceness",
+)
 CLEANUP_TIMEOUT_S = 5.0
 # Ray first sends its last metrics, which may take 10 s on a busy head, and for ever without one.
 SHUTDOWN_S = 30.0
@@ -101,6 +106,8 @@ def _local_options(slots: Slots, temp: str) -> dict[str, Any]:
     """Return what `ray.init` needs to start a local Ray, after setting its environment."""
     # A local Ray reports no usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ranks run as any program would; those of Ray's own choice give way to every other process.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
     # A cluster without a token runs code of anyone who can reach it. Ray would write a token into
     # the user's home; this one is for this run only.

@@ -74,7 +74,8 @@ def start(loaded: Loaded, started: float, program: Tuning, ray: bool = True) -> 
 
         code = run_here(loaded, started, program)
         return code, program.folders[0] if program.folders else Path()
-    from nanoray.launch.__main__ import lasting_out_dir, launch
+    from nanoray.launch.__main__ import launch
+    from nanoray.launch.caller import lasting_out_dir
 
     out_dir = lasting_out_dir(config)
     loaded = loaded.set({"out_dir": out_dir}, "a Ray job's folder does not last")

@@ -532,8 +532,8 @@ def test_a_hung_rank_is_named_and_replaced(
 
 FROZEN = """
 import signal
-from nanoray.launch.rank_end import end_for_certain
-from nanoray.launch.worker import Worker
+from nanoray.launch.recovery.rank_end import end_for_certain
+from nanoray.launch.recovery.worker import Worker
 
 actor = ray.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker).remote("run", 0)
 facts = ray.get(actor.describe.remote())

@@ -73,7 +73,7 @@ def test_a_pod_that_ends_leaves_its_ranks_the_time_to_save(name: str) -> None:
     """Ray ends them when its drain is over, which by default is after 30 s, long before the grace
     period is.
     """
-    from nanoray.launch.recover import SAVE_S
+    from nanoray.launch.recovery.recover import SAVE_S
 
     for group in groups(
         of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"]

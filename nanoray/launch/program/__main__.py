@@ -22,8 +22,12 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.launchers import refuse_many_starts
 from nanoray.host.slots import Slots, local_slots
-from nanoray.launch.__main__ import in_copy_of_job, lasting_out_dir, ray_address
-from nanoray.launch.caller import caller_address
+from nanoray.launch.caller import (
+    caller_address,
+    in_copy_of_job,
+    lasting_out_dir,
+    ray_address,
+)
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.placement import Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram

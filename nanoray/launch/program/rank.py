@@ -21,7 +21,7 @@ import ray
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
 from nanoray.host.interfaces import free_port
-from nanoray.launch.worker import bound_devices, raise_priority
+from nanoray.launch.placement import bound_devices
 
 STANDBY = Path(__file__).with_name("standby.py")
 # A standby imports torch, which takes a core for seconds: not while the program itself starts.
@@ -48,7 +48,6 @@ class ProgramRank:
         self._ooms = 0
         self._cpu = 0.0  # seconds, as of the newest look
         self._looked = 0.0  # when that was, in monotonic seconds
-        raise_priority()
         self._standby: subprocess.Popen[bytes] | None = self._new_standby()
 
     def describe(self, script: str) -> dict[str, Any]:

@@ -23,14 +23,14 @@ from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
-from nanoray.launch.actors import POLL_S, START_TRIES
-from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
-from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.rank_end import end_silent, how_newcomer_died, read_result
-from nanoray.launch.run_state import Forming, RunState, Saving
-from nanoray.launch.shares import no_replica, smaller
+from nanoray.launch.recovery.actors import POLL_S, START_TRIES
+from nanoray.launch.recovery.cluster_watch import ANOTHER_HEAD, ClusterWatch
+from nanoray.launch.recovery.fault_log import FaultLog
+from nanoray.launch.recovery.rank_end import end_silent, how_newcomer_died, read_result
+from nanoray.launch.recovery.run_state import Forming, RunState, Saving
+from nanoray.launch.recovery.shares import no_replica, smaller
+from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.launch.worker_group import WorkerGroup
 
 # From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
 SAVE_S = 90.0

@@ -18,16 +18,16 @@ from ray.exceptions import RayError
 from nanoray.base.output import say
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
-from nanoray.launch.actors import POLL_S
-from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import AbortOrders, Drains, Leave
-from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.rank_end import end_hung, end_silent
-from nanoray.launch.recover import Recoverer
-from nanoray.launch.run_state import RunState
+from nanoray.launch.recovery.actors import POLL_S
+from nanoray.launch.recovery.cluster_watch import ClusterWatch
+from nanoray.launch.recovery.drain import AbortOrders, Drains, Leave
+from nanoray.launch.recovery.fault_log import FaultLog
+from nanoray.launch.recovery.rank_end import end_hung, end_silent
+from nanoray.launch.recovery.recover import Recoverer
+from nanoray.launch.recovery.run_state import RunState
+from nanoray.launch.recovery.worker import Heartbeat
+from nanoray.launch.recovery.worker_group import SETTLE_S, WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.launch.worker import Heartbeat
-from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
 from nanoray.train.watch.observers import Console
 
 # While ranks save, one that does not notice a lost peer for this long is ended. After a stop, so is one
