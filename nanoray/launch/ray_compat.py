@@ -114,6 +114,32 @@ def in_own_process_groups() -> Iterator[None]:
         services.ConsolePopen = popen
 
 
+@contextmanager
+def without_dashboard() -> Iterator[None]:
+    """Start a local Ray, as long as this lasts, with nothing that only people look at.
+
+    The log monitor sends what workers print to the driver, which asks for nothing of it. The API
+    server answers the dashboard, `ray.util.state` and `ray job`; `ray.init` waits for it, also with
+    include_dashboard=False. A node's agent exports metrics, unless Ray finds that a package for
+    that is missing; the raylet waits for it. Each of the three takes a second of a core.
+    """
+    node: Any = ray._private.node.Node
+    utils: Any = ray._private.utils
+    replaced = [
+        (node, "start_log_monitor", lambda self: None),
+        (node, "start_api_server", lambda self, **_: None),
+        (utils, "get_dashboard_dependency_error", lambda: ImportError("not asked for")),
+    ]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, instead in replaced:
+        setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        for owner, name, before in saved:
+            setattr(owner, name, before)
+
+
 def is_pending(api: Any, actor: Any) -> bool:
     """Return whether Ray has registered this actor and not yet started a process for it.
 

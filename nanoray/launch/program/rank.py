@@ -21,7 +21,7 @@ import ray
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
 from nanoray.host.interfaces import free_port
-from nanoray.launch.placement import bound_devices
+from nanoray.launch.devices import bound_devices
 
 STANDBY = Path(__file__).with_name("standby.py")
 # A standby imports torch, which takes a core for seconds: not while the program itself starts.
