@@ -116,28 +116,22 @@ def in_own_process_groups() -> Iterator[None]:
 
 @contextmanager
 def without_dashboard() -> Iterator[None]:
-    """Start a local Ray, as long as this lasts, with nothing that only people look at.
+    """Start a local Ray, as long as this lasts, without two processes that only people look at.
 
     The log monitor sends what workers print to the driver, which asks for nothing of it. The API
     server answers the dashboard, `ray.util.state` and `ray job`; `ray.init` waits for it, also with
-    include_dashboard=False. A node's agent exports metrics, unless Ray finds that a package for
-    that is missing; the raylet waits for it. Each of the three takes a second of a core.
+    include_dashboard=False. Each of them takes a second of a core.
     """
+    # The agent of the node stays complete: workers wait for a part of it in some versions of Ray.
     node: Any = ray._private.node.Node
-    utils: Any = ray._private.utils
-    replaced = [
-        (node, "start_log_monitor", lambda self: None),
-        (node, "start_api_server", lambda self, **_: None),
-        (utils, "get_dashboard_dependency_error", lambda: ImportError("not asked for")),
-    ]
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, instead in replaced:
-        setattr(owner, name, instead)
+    skipped = {name: getattr(node, name) for name in ("start_log_monitor", "start_api_server")}
+    for name in skipped:
+        setattr(node, name, lambda self, **_: None)
     try:
         yield
     finally:
-        for owner, name, before in saved:
-            setattr(owner, name, before)
+        for name, start in skipped.items():
+            setattr(node, name, start)
 
 
 def is_pending(api: Any, actor: Any) -> bool:
