@@ -9,7 +9,7 @@ Launchers, each running the same recipe with the same seed, round by round in ro
     torchtrainer       Ray Train's TorchTrainer around nanoray's recipe (peers/ray_train.py), on the same cluster
     torchtrainer-init  the same with its own Ray
 
-And a plain DDP script, which knows nothing of nanoray (peers/plain_ddp.py), with a recipe of its own:
+And a plain DDP script without anything of nanoray (peers/plain_ddp.py), with a recipe of its own:
 
     torchrun-script    torchrun --nproc-per-node W plain_ddp.py
     run                nanoray run plain_ddp.py                       on the same cluster
@@ -311,10 +311,8 @@ def _add_launcher_rows(plan: BenchPlan, found: dict[str, list[Moments]]) -> None
         arm: runs[-1].last_loss for arm, runs in found.items() if runs and arm not in plan.broken
     }
     for arm, loss in last.items():  # wrong results, fast, are no results
-        alike = [
-            other for other in last if (other in SCRIPT_LAUNCHERS) == (arm in SCRIPT_LAUNCHERS)
-        ]
-        reference = last[alike[0]]
+        same = [other for other in last if (other in SCRIPT_LAUNCHERS) == (arm in SCRIPT_LAUNCHERS)]
+        reference = last[same[0]]
         if abs(loss - reference) > SAME_LOSS * abs(reference):
             plan.report.failures.append(
                 f"{arm}: wrong: loss {loss:.4f} after {plan.args.steps} steps, others {reference:.4f}"

@@ -21,9 +21,9 @@ from nanoray.bench.peers.torchft import missing
 from nanoray.bench.recovery import (
     ARMS,
     GOODPUT,
+    OF_SCRIPT,
     ON_TORCHFT,
     PEER,
-    OF_SCRIPT,
     REPEATED,
     RUN,
     STANDSTILL,

@@ -84,7 +84,14 @@ def test_a_plain_script_trains_in_the_same_way_under_torchrun_and_nanoray_run(
     text: Path, tmp_path: Path
 ) -> None:
     rows = measure(
-        text, tmp_path, "--arms", "torchrun-script,run,run-init", "--workers", "2", "--device", "cpu"
+        text,
+        tmp_path,
+        "--arms",
+        "torchrun-script,run,run-init",
+        "--workers",
+        "2",
+        "--device",
+        "cpu",
     )
     for arm in ("torchrun-script", "run", "run-init"):
         assert 0 < rows[arm, train.FIRST]["median"] < rows[arm, train.WHOLE]["median"]
@@ -123,7 +130,9 @@ def test_every_loop_trains(arms: tuple[str, ...], text: Path, tmp_path: Path) ->
 
 def test_no_arm_is_without_a_test() -> None:
     tested = ("torchrun", "ray", "plain", "torchtrainer", "ray-init", "torchtrainer-init")
-    assert {*tested, *SCRIPT_LAUNCHERS, *train.NARROW, *train.WIDE, *train.TRACED} == set(train.ARMS)
+    assert {*tested, *SCRIPT_LAUNCHERS, *train.NARROW, *train.WIDE, *train.TRACED} == set(
+        train.ARMS
+    )
 
 
 def test_a_failed_arm_is_reported_and_the_others_go_on(

@@ -1,4 +1,4 @@
-"""A plain DDP script, as people write them for torchrun, which torchrun and `nanoray run` start alike.
+"""A plain DDP script, as people write them for torchrun: torchrun and `nanoray run` both start it.
 
 It uses nothing of nanoray. A network of four blocks learns a fixed function; rank 0 appends a record
 of each step, and saves now and then what a restart continues from. Records and logs have the
@@ -25,7 +25,7 @@ WIDTH = 256
 BATCH = 128  # samples of a rank and step
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block of two layers."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(4))).to(device)
+    model = nn.Sequential(*(ResidualBlock() for _ in range(4))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first = 1
     if saved.exists():
