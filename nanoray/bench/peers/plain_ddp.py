@@ -25,7 +25,7 @@ WIDTH = 256
 BATCH = 128  # samples of a rank and step
 
 
-class ResidualBlock(nn.Module):
+class WideBlock(nn.Module):
     """A residual block of two layers."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(*(ResidualBlock() for _ in range(4))).to(device)
+    model = nn.Sequential(*(WideBlock() for _ in range(4))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first = 1
     if saved.exists():
