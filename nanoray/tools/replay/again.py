@@ -108,7 +108,7 @@ def doubts(run: Past, steps: range, processes: bool) -> list[str]:
         found += [
             f"the run had {key} {group[key]}, here is {value}"
             for key, value in here.items()
-            if group.get(key, value) != value  # older runs have not recorded their kernels
+            if group[key] != value
         ]
         if ranks > 1 and not processes:
             # Two numbers have one sum in any order; three or more do not.
@@ -210,7 +210,7 @@ def _in_one_process(
         (folder / name).mkdir(exist_ok=True)
     write_json(folder / "run.json", spec.to_dict())
     write_attempt(spec)
-    fitted = Shortage(group.get("limit", 0))  # not in the record of an older run
+    fitted = Shortage(group["limit"])
     players = TrainingGroup(spec, mesh, memory=fitted)
     recipe = OneProcess(players, group, witness)
     recipe.observers.open(0, 0)
@@ -235,7 +235,7 @@ def _by_processes(
     ranks_per_replica = config.replica_ranks
     dp = ranks // ranks_per_replica
     full = slots // ranks_per_replica
-    batch = batch_for(config, full, dp, group.get("limit", 0)) or resolve_batch(config, dp)
+    batch = batch_for(config, full, dp, group["limit"]) or resolve_batch(config, dp)
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
         "grad_accum_steps": batch.accum,
