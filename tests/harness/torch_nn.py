@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class Specimen:
     kind: str  # the class
     options: dict[str, Any]  # those that are not at their defaults, or the arguments that must be
     call: Call
-    refused: dict[str, str] = field(default_factory=dict)  # mode -> words of the refusal
     over_all_ranks: bool = False  # normalises by all ranks' samples together
 
     @property
@@ -103,16 +102,12 @@ def add(
     call: Call,
     base: Mapping[str, Any] | None = None,
     *variants: Mapping[str, Any],
-    refused: Mapping[str, str] | None = None,
     over_all_ranks: bool = False,
 ) -> None:
-    """Add a class as it is, and once with each of the variants of its options.
-
-    refused: why each mode refuses it.
-    """
+    """Add a class as it is, and once with each of the variants of its options."""
     for variant in ({}, *variants):
         options = {**(base or {}), **variant}
-        SPECIMENS.append(Specimen(kind, options, call, dict(refused or {}), over_all_ranks))
+        SPECIMENS.append(Specimen(kind, options, call, over_all_ranks))
 
 
 # --- how a module is called ---
@@ -176,12 +171,8 @@ add("Bilinear", pair, {"in1_features": 32, "in2_features": 32, "out_features": 4
 add("Conv2d", in_space, SAMPLE, {"groups": 2, "bias": False})
 add("ConvTranspose2d", in_space, SAMPLE)
 TABLE = {"num_embeddings": VOCABULARY, "embedding_dim": 4}
-for name, columns in (("Embedding", looked_up), ("EmbeddingBag", looked_up)):
-    add(name, columns, TABLE, {"padding_idx": 0}, {"scale_grad_by_freq": True})
-    writes = dict.fromkeys(MODES, "as max_norm of nn.Embedding does")
-    add(name, columns, TABLE | {"max_norm": 0.5}, refused=writes)
-    sparse = dict.fromkeys(MODES, "is sparse, and nanoray sums, clips")
-    add(name, columns, TABLE | {"sparse": True}, refused=sparse)
+for name in ("Embedding", "EmbeddingBag"):
+    add(name, looked_up, TABLE, {"padding_idx": 0}, {"scale_grad_by_freq": True})
 add("Embedding", looked_up, TABLE | {"_freeze": True})
 
 # --- norms ---

@@ -1,4 +1,4 @@
-"""The classes of torch.nn that ranks could compute otherwise, in every mode: as by plain torch, or refused."""
+"""The classes of torch.nn that ranks could compute otherwise, in every mode: as by plain torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ SETTINGS: dict[str, Any] = {
     "init_timeout_s": 30,
 }
 TOLERANCE = 2e-5
-TOGETHER = 60  # specimens that are trained as one model
 BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
 
 
@@ -107,16 +106,10 @@ def wrong(
     spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
     names = [specimen.name for specimen in specimens]
     outcomes = ranks.train(spec, Program(partial(train, names=names), frozenset(settings)))
-    refusal = specimens[0].refused.get(mode, "") if len(specimens) == 1 else ""
     for rank, outcome in enumerate(outcomes):
-        error = f"{outcome.get('error', 'none')}: {outcome.get('message', '')}"
-        if refusal and world > 1 and not (error.startswith("ConfigError") and refusal in error):
-            yield f"rank {rank} did not refuse with {refusal!r}: {error}"
-        elif not refusal and "error" in outcome:
-            yield f"rank {rank}: {error}"
+        if "error" in outcome:
+            yield f"rank {rank}: {outcome['error']}: {outcome['message']}"
             return
-    if any("error" in outcome for outcome in outcomes):
-        return
 
     newest, _ = newest_valid(spec.checkpoints)
     assert newest is not None
@@ -130,36 +123,16 @@ def wrong(
             yield f"{name} is {far:.1e} away"
 
 
-def together_or_alone(mode: str) -> list[list[Specimen]]:
-    """Return all specimens: those that are refused alone, the others by TOGETHER."""
-    groups = [[specimen] for specimen in SPECIMENS if mode in specimen.refused]
-    for over_all_ranks in (False, True):
-        accepted = []
-        for specimen in SPECIMENS:
-            if specimen.over_all_ranks is over_all_ranks and mode not in specimen.refused:
-                accepted.append(specimen)
-        for first in range(0, len(accepted), TOGETHER):
-            groups.append(accepted[first : first + TOGETHER])
-    return groups
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_specimens_train_as_in_plain_torch(tmp_path: Path, world: int, mode: str) -> None:
-    """Those of a model that fails are tried one by one."""
+    """As parts of one model; apart from the others those that look at the samples of all ranks."""
     if world == 1 and mode != "ddp":
         pytest.skip("one rank shares nothing")
     lines = []
     with LastingRanks(world) as ranks:
-        for number, together in enumerate(together_or_alone(mode)):
-            found = [*wrong(ranks, world, together, mode, tmp_path / str(number))]
-            if not found or len(together) == 1:
-                lines += [f"{together[0].name}: {line}" for line in found]
-                continue
-            lines += [f"together: {line}" for line in found[:1]]
-            for place, specimen in enumerate(together):
-                folder = tmp_path / f"{number}-{place}"
-                for line in wrong(ranks, world, [specimen], mode, folder):
-                    lines.append(f"{specimen.name}: {line}")
+        for over_all_ranks in (False, True):
+            together = [each for each in SPECIMENS if each.over_all_ranks is over_all_ranks]
+            lines += wrong(ranks, world, together, mode, tmp_path / str(over_all_ranks))
     assert not lines, "\n".join(lines)
