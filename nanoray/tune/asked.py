@@ -1,6 +1,10 @@
-"""The words that a search takes. Imports no torch: the command reads them."""
+"""What can be asked of a search. Imports no torch: the command and the driver use it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 # Words for what a setting changes in the result of a run, beyond rounding: those of --may
 MASKS = "masks"
@@ -33,3 +37,15 @@ KNOB_NAMES = (
     "compression",
     "compile",
 )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command asks of a search."""
+
+    label: str  # of the run that is tuned
+    budget_s: float
+    may: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()  # names of knobs
+    main: Callable[[Any], Any] | None = None  # of a script that brings its own model
+    given: frozenset[str] = frozenset()  # keys that the script has set

@@ -17,18 +17,13 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.tune.asked import Asked
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(Asked):
     """A search in the place of a training run (train.program.Trains)."""
 
-    label: str  # of the run that is tuned
-    budget_s: float
-    may: tuple[str, ...] = ()
-    leave: tuple[str, ...] = ()  # names of knobs
-    main: Callable[[Any], Any] | None = None  # of a script that brings its own model
-    given: frozenset[str] = frozenset()  # keys that the script has set
     # Where this process has searched: only rank 0 could find it by the time of its command
     folders: list[Path] = field(default_factory=list)
 

@@ -27,9 +27,8 @@ from nanoray.train.hardware import describe_place
 from nanoray.train.out_of_memory import come_in_batches
 from nanoray.train.rank import meet_group, prepare_process
 from nanoray.train.tasks import Task
-from nanoray.tune.asked import KNOB_NAMES, MASKS, NORMS
+from nanoray.tune.asked import KNOB_NAMES, MASKS, NORMS, Asked
 from nanoray.tune.knobs import ALWAYS, BATCH, TunedRun, configured, memory_bytes
-from nanoray.tune.program import Tuning
 from nanoray.tune.result import closing_lines, write_results
 from nanoray.tune.search import Search
 from nanoray.tune.subject import TuneSubject
@@ -37,7 +36,7 @@ from nanoray.tune.trials import STOPPED, Trials
 
 
 def search_on_rank(
-    asked: Tuning,
+    asked: Asked,
     spec: RunSpec,
     rendezvous: Rendezvous,
     observers: Sequence[Any],

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from nanoray.base.atomic import write_json
-from nanoray.base.clock import unix_time
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.data.prepare import prepare
@@ -203,7 +203,7 @@ def _in_one_process(
     config = config.model_copy(update={"compile": bool(config.compile)})
     use_products(mesh.device, config.precision)
     spec = replace(
-        spec, config=config, folder=folder, started=unix_time(), resume=str(source or ""), attempt=0
+        spec, config=config, folder=folder, started=time.time(), resume=str(source or ""), attempt=0
     )
     # No driver runs here, so nothing else makes these folders.
     for name in ("checkpoints", "logs"):
