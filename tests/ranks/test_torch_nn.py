@@ -130,7 +130,7 @@ def test_specimens_train_as_in_plain_torch(tmp_path: Path, world: int, mode: str
     """As parts of one model; apart from the others those that look at the samples of all ranks."""
     if world == 1 and mode != "ddp":
         pytest.skip("one rank shares nothing")
-    lines = []
+    lines: list[str] = []
     with LastingRanks(world) as ranks:
         for over_all_ranks in (False, True):
             together = [each for each in SPECIMENS if each.over_all_ranks is over_all_ranks]
