@@ -133,7 +133,7 @@ def _start(options: dict[str, Any]) -> Any:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[-1][:300] if lines else type(error).__name__
         raise PlacementError(
-            f"a local Ray did not start: {reason}; train without Ray (`python -m nanoray.train`), "
+            f"a local Ray did not start: {reason}; train without Ray (`nanoray train`), "
             "or start a Ray with `ray start --head` and give its --ray_address"
         ) from None
 

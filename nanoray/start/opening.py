@@ -5,7 +5,7 @@
             ─► dry_run(...)  --dry_run: the plan, and who has set each key; starts nothing
             ─► read(), fetch(), open(ranks) ─► RunSpec
 
-`python -m nanoray.train` and `python -m nanoray.launch` differ in when they know their devices; each
+`nanoray train` and `python -m nanoray.launch` differ in when they know their devices; each
 of them takes these steps in its own order. The driver uses this, so torch is imported late.
 """
 

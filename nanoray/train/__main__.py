@@ -1,4 +1,4 @@
-"""`python -m nanoray.train`: train in this process, alone or as a launcher's rank. No Ray.
+"""`nanoray train`: train in this process, alone or as a launcher's rank. No Ray.
 
 Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: host/launchers.py.
 """
@@ -65,7 +65,7 @@ log = logging.getLogger("nanoray.rank")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m nanoray.train` and return the exit code."""
+    """Run `nanoray train` and return the exit code."""
     return run_command(run_here, argv, name_program("train"), TRAIN)
 
 
@@ -130,7 +130,7 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
         return None
     if config.micro_batch_search and program is None:
         raise ConfigError(
-            "micro_batch_size = auto is found before a run begins, by `nanoray launch`; give the "
+            "micro_batch_size = auto is found before a run begins, by `python -m nanoray.launch`; give the "
             "number that `nanoray tune` finds with the same flags"
         )
 

@@ -151,7 +151,7 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
             f"       straggler: rank {straggler['rank']}, {straggler['behind_ms']:.1f} ms a step "
             f"behind in {straggler['phase']}, from step {straggler['since']} {until}"
         )
-    lines.append(f"       nanoray timeline {run} draws the traced steps")
+    lines.append(f"       nanoray report timeline {run} draws the traced steps")
     return lines
 
 
