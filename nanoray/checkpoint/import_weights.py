@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nanoray.base.atomic import replace_bytes
+from nanoray.base.text import parameters
 from nanoray.checkpoint.export import weights_file
 from nanoray.checkpoint.gpt2 import (
     HEAD,
@@ -63,7 +64,7 @@ def _import(argv: list[str] | None) -> int:
     with writing(args.out, "give --out another path"):
         replace_bytes(args.out, weights_file(tensors, shape.to_dict(), tokenizer))
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    print(f"{args.out}  {len(tensors)} tensors, {numbers / 1e6:.2f} M numbers; {shape.to_dict()}")
+    print(f"{args.out}  {len(tensors)} tensors, {parameters(numbers)}; {shape.to_dict()}")
     return 0
 
 

@@ -23,7 +23,7 @@ from nanoray.base.output import say
 from nanoray.errors import PlacementError
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import Slots
-from nanoray.launch.ray_compat import (
+from nanoray.launch.ray_compat import quiet_about_deaths, (
     has_tokens,
     in_own_process_groups,
     refuses_token,
@@ -48,6 +48,7 @@ def connected(address: str, slots: Slots | None, last: bool = False) -> Iterator
     connection close. Raises PlacementError.
     """
     with ExitStack() as stack:
+        stack.enter_context(quiet_about_deaths())
         # A program that goes on afterwards finds its environment as it was: with the token of a
         # Ray that is gone it could connect to no other, nor launch again.
         if slots is not None:

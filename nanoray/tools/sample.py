@@ -80,7 +80,9 @@ def samples(args: argparse.Namespace) -> list[str]:
         state, folder = load_state(path)
         gpt, dataset = rebuild(state, device)
         tokenizer = tokenizer_from_json(dataset.tokenizer)
-        title = f"{folder} · step {state.meta['step']} · val loss {state.meta['val_loss']}"
+        loss = state.meta["val_loss"]
+        loss_text = "" if loss is None else f" · val loss {loss:.4f}"
+        title = f"{folder} · step {state.meta['step']}{loss_text}"
 
     # An empty prompt is an error: the model needs one token to predict the next.
     if args.prompt is None:

@@ -56,7 +56,7 @@ from nanoray.train.launcher import watch_launcher
 from nanoray.train.model import settings_put_back
 from nanoray.train.program import Trains
 from nanoray.train.rank import train
-from nanoray.train.report import closing_lines
+from nanoray.train.report import closing_lines, words_of_training
 from nanoray.train.track.observer import Observer
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
@@ -186,7 +186,7 @@ def _train(
         code = stop.exit_code or 128 + signal.SIGTERM
     if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
-        say("\n".join(closing_lines(spec, summary, quiet)))
+        say("\n".join(closing_lines(spec, summary, words_of_training(os.environ), quiet)))
     return Ended(code, outcome, rendezvous.world_size)
 
 
