@@ -23,9 +23,10 @@ from nanoray.base.output import say
 from nanoray.errors import PlacementError
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import Slots
-from nanoray.launch.ray_compat import quiet_about_deaths, (
+from nanoray.launch.ray_compat import (
     has_tokens,
     in_own_process_groups,
+    quiet_about_deaths,
     refuses_token,
     reread_authentication,
     token_of_this_user,
