@@ -63,7 +63,7 @@ class Survey(NamedTuple):
         return not any(problem.fatal for problem in self.problems)
 
 
-def survey(settings: Settings, nvml: Any = None) -> Survey:
+def survey(settings: Settings, nvml: Any = None, verbose: bool = False) -> Survey:
     """Inspect this machine and decide what a run with these settings would be here."""
     config = settings.config
     gpus = discover_gpus(nvml)
@@ -94,7 +94,8 @@ def survey(settings: Settings, nvml: Any = None) -> Survey:
         what, _, remedy = str(error).partition("; ")
         problems.append(Problem(what, remedy, fatal=True))
 
-    rows += [("setting", line) for line in lines_of(shown(settings))]
+    if verbose:
+        rows += [("setting", line) for line in lines_of(shown(settings))]
     problems += gpu_problems(gpus, slots, build, driver)
     # NCCL's ranks on one host exchange data through /dev/shm; gloo does not use it.
     if backend and backend.backend == "nccl" and shm is not None and shm < 1:
@@ -323,7 +324,7 @@ def _run(argv: list[str]) -> int:
                 f"{flag} cannot take effect: the check never starts anything; drop --{flag}"
             )
 
-    report = survey(loaded)
+    report = survey(loaded, verbose=loaded.verbose)
     print(render(report))
     return 0 if report.can_train else 1
 

@@ -46,6 +46,7 @@ NO_EFFECT = (
     "--resume",
     "--dry_run",
     "--quiet",
+    "--verbose",
     "--topology",
     "--memory_gb",
 )
