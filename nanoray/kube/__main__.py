@@ -108,6 +108,11 @@ def _with(loaded: Loaded, kube_flags: dict[str, str]) -> Loaded:
         raise ConfigError(
             "quiet would be ignored: `nanoray kube` shows a job's log as it is; drop --quiet"
         )
+    if loaded.verbose:
+        raise ConfigError(
+            "verbose would be ignored: `nanoray kube` renders objects; `python -m nanoray.launch "
+            "--dry_run --verbose` lists who has set each key"
+        )
     if loaded.scale:
         raise ConfigError(
             f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts "
