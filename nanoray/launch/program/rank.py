@@ -21,6 +21,7 @@ import ray
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
 from nanoray.host.interfaces import free_port
+from nanoray.launch.program.folder import digest, unpack
 from nanoray.launch.worker import bound_devices, raise_priority
 
 STANDBY = Path(__file__).with_name("standby.py")
@@ -40,6 +41,7 @@ class ProgramRank:
         """
         self._log = Path(log)
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._printed = self._log.stat().st_size if self._log.exists() else 0  # before this actor
         self._threads = threads
         self._warm = warm
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,15 +53,29 @@ class ProgramRank:
         raise_priority()
         self._standby: subprocess.Popen[bytes] | None = self._new_standby()
 
-    def describe(self, script: str) -> dict[str, Any]:
-        """Return this actor's node, address, devices and folder; and whether it sees the script."""
+    def describe(self, folder: str, marker: str, script: str) -> dict[str, Any]:
+        """Return this actor's node, address and devices, and what it sees of the driver's files.
+
+        folder: the driver's working directory; it is the program's where it exists. marker: a file
+        in the run's folder on the driver's node. script: of a Ray job, in each node's copy.
+        """
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "ip": ray.util.get_node_ip_address(),
             "devices": bound_devices(ray),
-            "folder": os.getcwd(),
+            "folder": folder if folder and Path(folder).is_dir() else os.getcwd(),
+            "shares_run": Path(marker).exists(),
+            "printed": self._printed,
             "sees": Path(script).exists() if script else True,
         }
+
+    def digest(self, folder: str, files: list[str]) -> str:
+        """Return a hash of files of this node; empty where one is missing."""
+        return digest(Path(folder), files)
+
+    def unpack(self, archive: bytes, folder: str) -> None:
+        """Unpack the program's folder on this node."""
+        unpack(archive, Path(folder))
 
     def free_port(self) -> int:
         """Return a port of this node that nothing listens on."""
