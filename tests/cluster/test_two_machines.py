@@ -364,7 +364,7 @@ def test_a_folder_that_one_host_has_travels_and_the_logs_come_back(tmp_path: Pat
         output = wait_for_end(start_on(hosts.pods["alpha"], command, log), log)
 
         here, there = (only_run(hosts.data(name) / "runs") for name in ("alpha", "beta"))
-        assert "send   /data/mine: 3 files, 0.5 KiB, to " in output
+        assert "send   /data/mine: 3 files, 0.4 KiB, to " in output, output
         assert "(cpu) raised ValueError: a bad value" in output
         copied = [p.relative_to(there / "code").as_posix() for p in (there / "code").rglob("*.*")]
         assert sorted(copied) == ["conf/words.txt", "helpers/speak.py", "train.py"]

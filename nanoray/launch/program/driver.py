@@ -224,8 +224,10 @@ class ProgramDriver:
                 **self.variables_of(rank),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
-                **self.program.variables,
             }
+            if not on_one_host and self.facts[rank]["interface"]:
+                variables["GLOO_SOCKET_IFNAME"] = self.facts[rank]["interface"]
+            variables |= self.program.variables
             self._texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
         ray.get(starts, timeout=START_TIMEOUT_S)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanoray.config import Config, make_config
 from nanoray.config.run import name_of_file
@@ -41,8 +43,11 @@ class ProgramCommand:
     dry_run: bool
 
     @classmethod
-    def parse(cls, argv: list[str]) -> ProgramCommand:
-        """Read a command line. Raises ConfigError."""
+    def parse(cls, argv: list[str], besides: Mapping[str, Any] | None = None) -> ProgramCommand:
+        """Read a command line. Raises ConfigError.
+
+        besides: keys of the configuration that are no flags here.
+        """
         args = vars(build_parser().parse_args(argv))
         words: list[str] = args["program"]
         kind = "module" if args["module"] else "script"
@@ -52,7 +57,7 @@ class ProgramCommand:
             raise ConfigError("no program; give a script, -m MODULE, or -- COMMAND")
         keys = {key: args[key] for key in KEYS if key in args}
         keys.setdefault("name", name_of_file(words[0]))
-        config = make_config(DEFAULTS | {"max_failures": 3} | keys)
+        config = make_config(DEFAULTS | {"max_failures": 3} | keys | dict(besides or {}))
         return cls(
             kind,
             words,

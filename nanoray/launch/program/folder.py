@@ -1,8 +1,7 @@
 """The folder of a program: which of its files travel to machines that do not have them, as one archive.
 
-What travels is what git would add: neither what .gitignore names, nor files and folders that begin
-with a dot. Without git it is every file but those of caches and virtual environments. A folder of
-runs stays where it is.
+What travels is what git would add, in a repository or not: nothing that .gitignore names. Files and
+folders that begin with a dot, caches, virtual environments and the folder of runs stay, too.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from nanoray.errors import ConfigError
 
@@ -59,14 +57,19 @@ class ProgramFolder:
     @cached_property
     def files(self) -> list[str]:
         """Return the files that travel, relative to the folder. Raises ConfigError for too many."""
+        candidates = self._candidates()
+        environments = [name.parent for name in candidates if name.name == "pyvenv.cfg"]
         found: list[str] = []
         size = 0
-        for name in self._candidates():
+        for name in candidates:
             path = self.path / name
-            hidden = any(part.startswith(".") for part in Path(name).parts)
-            if hidden or path.is_relative_to(self.out_dir) or not path.is_file():
+            if any(part.startswith(".") or part in _CACHES for part in name.parts):
                 continue
-            found.append(name)
+            if any(name.is_relative_to(folder) for folder in environments):
+                continue
+            if path.is_relative_to(self.out_dir) or not path.is_file():
+                continue
+            found.append(str(name))
             size += path.stat().st_size
             if len(found) > MOST_FILES or size > MOST_BYTES:
                 raise ConfigError(
@@ -76,26 +79,26 @@ class ProgramFolder:
                 )
         return sorted(found)
 
-    def _candidates(self) -> Iterable[str]:
-        """Return the files that git would add, or without git those outside of caches."""
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        with suppress(OSError):
-            done = subprocess.run(command, cwd=self.path, capture_output=True, check=False)
-            if done.returncode == 0:
-                return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
-        return self._walk()
+    def _candidates(self) -> list[PurePath]:
+        """Return the files that git would add. Raises ConfigError for a .gitignore without git."""
+        files = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        try:
+            done = self._git(*files)
+            if done.returncode != 0:  # in no repository
+                with tempfile.TemporaryDirectory() as empty:
+                    self._git("init", "--quiet", "--bare", empty)
+                    done = self._git("--git-dir", empty, "--work-tree", ".", *files)
+        except FileNotFoundError:
+            if (self.path / ".gitignore").exists():
+                raise ConfigError(
+                    f"{self.path}/.gitignore names what does not travel, and git, which reads it, is "
+                    "not installed; install git, or remove the file"
+                ) from None
+            return [path.relative_to(self.path) for path in self.path.rglob("*")]
+        return [PurePath(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name]
 
-    def _walk(self) -> Iterator[str]:
-        for parent, folders, files in os.walk(self.path):
-            folders[:] = [
-                name
-                for name in folders
-                if name not in _CACHES
-                and not name.startswith(".")
-                and not os.path.exists(os.path.join(parent, name, "pyvenv.cfg"))
-            ]
-            for name in files:
-                yield os.path.relpath(os.path.join(parent, name), self.path)
+    def _git(self, *words: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(["git", *words], cwd=self.path, capture_output=True, check=False)
 
     @cached_property
     def size(self) -> int:

@@ -20,7 +20,7 @@ import ray
 
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
-from nanoray.host.interfaces import free_port
+from nanoray.host.interfaces import free_port, interface_for_gloo
 from nanoray.launch.program.folder import digest, unpack
 from nanoray.launch.worker import bound_devices, raise_priority
 
@@ -59,9 +59,13 @@ class ProgramRank:
         folder: the driver's working directory; it is the program's where it exists. marker: a file
         in the run's folder on the driver's node. script: of a Ray job, in each node's copy.
         """
+        ip = ray.util.get_node_ip_address()
+        # Of the node's own name gloo would take the loopback, where no other host connects.
+        given = "GLOO_SOCKET_IFNAME" in os.environ
         return {
             "node": ray.get_runtime_context().get_node_id(),
-            "ip": ray.util.get_node_ip_address(),
+            "ip": ip,
+            "interface": "" if given else interface_for_gloo([ip, ""], 0),
             "devices": bound_devices(ray),
             "folder": folder if folder and Path(folder).is_dir() else os.getcwd(),
             "shares_run": Path(marker).exists(),
