@@ -125,8 +125,8 @@ class ProgramFolder:
         sizes = [f"{name} {size_text((self.path / name).stat().st_size)}" for name in largest]
         raise ConfigError(
             f"{self.describe()}, packed {size_text(len(found))}, but {where} takes "
-            f"{size_text(limit)}; name in .gitignore "
-            f"what the program does not need (the largest: {', '.join(sizes)}), or {remedy}"
+            f"{size_text(limit)}; start the command in the program's own folder, name in .gitignore "
+            f"what it does not need (the largest: {', '.join(sizes)}), or {remedy}"
         )
 
 
