@@ -137,6 +137,11 @@ def check_nanoray(words: list[str], complete: bool) -> None:
     if name == "NAME":
         return
     assert name in COMMANDS, f"nanoray has no command {name}"
+    if name == "kube" and "--" in rest and complete:
+        check_dry_run_of_kube(rest)  # of a program, whose own flags are none of ours
+        return
+    if name == "kube" and "--" in rest:
+        rest = rest[: rest.index("--")]
     if not complete:
         check_flags(rest, options_of_nanoray(name, rest), known_by="nanoray")
     elif name in RUNS and rest[:1] != ["mig"]:
@@ -155,9 +160,15 @@ def check_nanoray(words: list[str], complete: bool) -> None:
             of_runs = with_recipe(of_runs)
         check_flags_of_a_run(of_runs)
         if words[:2] in (["kube", "render"], ["kube", "submit"]):
-            require_kubectl()
-            dry = [*words[1:], *(["--dry_run"] if words[1] == "submit" else [])]
-            assert importlib.import_module(COMMANDS["kube"].module).main(dry) == 0
+            check_dry_run_of_kube(words[1:])
+
+
+def check_dry_run_of_kube(words: list[str]) -> None:
+    """Render, or submit as a dry run."""
+    require_kubectl()
+    command, *flags = words
+    dry = ["--dry_run"] if command == "submit" else []
+    assert importlib.import_module(COMMANDS["kube"].module).main([command, *dry, *flags]) == 0
 
 
 def split_subcommand(words: list[str], known: Iterable[str]) -> tuple[str, list[str]]:

@@ -13,7 +13,7 @@ from unittest import mock
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.parsers import Parser, build_parser
-from nanoray.launch.program.__main__ import build_parser as parser_of_programs
+from nanoray.launch.program.flags import build_parser as parser_of_programs
 
 # Commands whose flags are those of a run, and commands that take these besides their own
 RUNS = ("train", "launch", "check")

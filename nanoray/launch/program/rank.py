@@ -20,8 +20,9 @@ import ray
 
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
-from nanoray.host.interfaces import free_port
+from nanoray.host.interfaces import free_port, interface_for_gloo
 from nanoray.launch.devices import bound_devices
+from nanoray.launch.program.folder import digest, unpack
 
 STANDBY = Path(__file__).with_name("standby.py")
 # What a program of torch imports before it is known
@@ -45,6 +46,7 @@ class ProgramRank:
         """
         self._log = Path(log)
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._printed = self._log.stat().st_size if self._log.exists() else 0  # before this actor
         self._threads = threads
         self._warm = warm
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,15 +57,33 @@ class ProgramRank:
         self._looked = 0.0  # when that was, in monotonic seconds
         self._standby: subprocess.Popen[bytes] | None = self._new_standby(MODULES)
 
-    def describe(self, script: str) -> dict[str, Any]:
-        """Return this actor's node, address, devices and folder; and whether it sees the script."""
+    def describe(self, folder: str, marker: str, script: str) -> dict[str, Any]:
+        """Return this actor's node, address and devices, and what it sees of the driver's files.
+
+        folder: the driver's working directory; it is the program's where it exists. marker: a file
+        in the run's folder on the driver's node. script: of a Ray job, in each node's copy.
+        """
+        ip = ray.util.get_node_ip_address()
+        # Of the node's own name gloo would take the loopback, where no other host connects.
+        given = "GLOO_SOCKET_IFNAME" in os.environ
         return {
             "node": ray.get_runtime_context().get_node_id(),
-            "ip": ray.util.get_node_ip_address(),
+            "ip": ip,
+            "interface": "" if given else interface_for_gloo([ip, ""], 0),
             "devices": bound_devices(ray),
-            "folder": os.getcwd(),
+            "folder": folder if folder and Path(folder).is_dir() else os.getcwd(),
+            "shares_run": Path(marker).exists(),
+            "printed": self._printed,
             "sees": Path(script).exists() if script else True,
         }
+
+    def digest(self, folder: str, files: list[str]) -> str:
+        """Return a hash of files of this node; empty where one is missing."""
+        return digest(Path(folder), files)
+
+    def unpack(self, archive: bytes, folder: str) -> None:
+        """Unpack the program's folder on this node."""
+        unpack(archive, Path(folder))
 
     def free_port(self) -> int:
         """Return a port of this node that nothing listens on."""
