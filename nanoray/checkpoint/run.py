@@ -6,7 +6,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
                      and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
-    profile/         with profile: the operations of some steps on each rank;  `nanoray timeline RUN --profile`
+    profile/         with profile: the operations of some steps on each rank;  `nanoray report timeline RUN --profile`
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
     checkpoints/step_00000250/ ...
@@ -14,7 +14,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     failures and recoveries;  `nanoray faults` explains them
     logs/rank0.log   each rank's log;  rank0.progress: its last step and phase;  rank0.exit.json: how it ended
-    logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray ledger` adds them up
+    logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray report ledger` adds them up
     attempt          the attempt that may write checkpoints, and when its command started
     lock             held by the process that uses the run; contains its pid and host
 """
@@ -36,7 +36,6 @@ from weakref import WeakValueDictionary
 
 from nanoray import __version__
 from nanoray.base.atomic import json_mapping, replace_text, write_json
-from nanoray.base.clock import seconds_since
 from nanoray.base.environment import working_folder
 from nanoray.base.script_errors import exit_code_after
 from nanoray.config import Config
@@ -329,7 +328,7 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "samples_per_sec": outcome.get("samples_per_sec"),
         "step_ms": outcome.get("step_ms"),
         "first_step_s": outcome.get("first_step_s"),
-        "total_s": round(seconds_since(spec.started), 3),
+        "total_s": round(time.time() - spec.started, 3),
         "world_size": outcome.get("world_size"),
         "backend": outcome.get("backend"),
         "backend_reason": outcome.get("backend_reason"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from nanoray.base.clock import unix_time
 from nanoray.base.output import as_command, lasting_output, say_error
 from nanoray.cli.flags import Loaded, parse_args
 from nanoray.cli.help import Page
@@ -27,7 +27,7 @@ def run_command(
 
     elsewhere: another machine will load the configuration, and have the files that it names.
     """
-    started = unix_time()
+    started = time.time()
     words = sys.argv[1:] if argv is None else argv
     return exit_code_of(lambda: run(parse_args(words, prog, about, None, elsewhere), started))
 
@@ -53,14 +53,20 @@ def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int
 
 
 def run_subcommand(
-    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str | None
+    commands: Mapping[str, Callable[[list[str]], int]],
+    argv: list[str] | None,
+    doc: str | None,
+    otherwise: Callable[[list[str]], int] | None = None,
 ) -> int:
     """Run the command that the first word names, and return its exit code.
 
-    `doc`, the module's docstring, is the help.
+    `doc`, the module's docstring, is the help. `otherwise` takes all command lines that begin with
+    no such word.
     """
     words = sys.argv[1:] if argv is None else argv
     name = words[0] if words else ""
+    if otherwise is not None and name not in commands:
+        return otherwise(words)
     text = (doc or "").strip()
 
     def run() -> int:

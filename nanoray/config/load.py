@@ -66,7 +66,7 @@ def refuse_unknown_key(name: str, known: Iterable[str] = Config.model_fields) ->
     word = name.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
     ours = {**read_names("others.yaml"), **{key: key for key in known}}
     close = difflib.get_close_matches(word, ours, 1, ALMOST)
-    hint = "`python -m nanoray.train --help all` prints those that exist"
+    hint = "`nanoray train --help all` prints those that exist"
     if close:
         hint = f"did you mean {mark}{ours[close[0]]}?"
     raise ConfigError(f"unknown {kind} {name}; {hint}")

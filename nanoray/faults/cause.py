@@ -92,6 +92,7 @@ class FaultReport:
     log_tail: list[str]
     consequences: list[str]  # failures of other ranks that followed from this one
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
+    replaced: int = 0  # ranks that a new process has taken the place of, while the others waited
     # From the death until the driver noticed it, or from the last heartbeat before it where the time
     # of death is unknown; None: neither is known, or the rank reported its end itself
     detect_s: float | None = None

@@ -7,7 +7,6 @@ import sys
 import traceback
 from contextlib import closing, suppress
 from functools import partial
-from pathlib import Path
 
 from ray.util.placement_group import remove_placement_group
 
@@ -18,7 +17,6 @@ from nanoray.checkpoint.run import summary_on_failure, write_summary
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH
-from nanoray.config import Config
 from nanoray.config.variables import values_of
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
@@ -27,16 +25,16 @@ from nanoray.host.host import available_cpus
 from nanoray.host.launchers import refuse_many_starts
 from nanoray.host.slots import Slots, local_slots
 from nanoray.launch.auto import with_micro_batch
-from nanoray.launch.caller import caller_address
+from nanoray.launch.caller import caller_address, lasting_out_dir, ray_address
 from nanoray.launch.connection import bounded, connected, using
-from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
-from nanoray.launch.script import PackedScript
+from nanoray.launch.recovery.driver import Driver
+from nanoray.launch.recovery.script import PackedScript
+from nanoray.launch.recovery.silence import OwnTime
 from nanoray.launch.signals import catch_signals
-from nanoray.launch.silence import OwnTime
 from nanoray.start.opening import Opening
 from nanoray.train.program import Trains
-from nanoray.train.report import closing_lines
+from nanoray.train.report import closing_lines, words_of_python
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
 
@@ -157,42 +155,9 @@ def launch(
             error = WorkerFailed(message)
             error.exit_code = outcome["exit_code"]
             raise error
-        say("\n".join(closing_lines(spec, summary, loaded.quiet)))
+        start = f"{words_of_python()} -m nanoray.launch"
+        say("\n".join(closing_lines(spec, summary, start, loaded.quiet)))
         return outcome["exit_code"]
-
-
-def ray_address(config: Config) -> str:
-    """Return `local`, or the address of the cluster to connect to: --ray_address, else RAY_ADDRESS.
-
-    Raises ConfigError for a Ray Client address.
-    """
-    address = config.ray_address
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or "local"
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"ray_address = {address} is Ray Client's, which cannot watch ranks; give HOST:PORT of "
-            "the head's GCS (6379) from a machine of the cluster, or `ray job submit` from "
-            "elsewhere"
-        )
-    return address
-
-
-def in_copy_of_job() -> bool:
-    """Return whether this process is in a Ray job's working directory, of which each node has a copy."""
-    return "runtime_resources" in Path.cwd().parts
-
-
-def lasting_out_dir(config: Config) -> str:
-    """Return out_dir, moved out of a Ray job's working directory: Ray deletes that copy later."""
-    if not in_copy_of_job() or Path(config.out_dir).is_absolute():
-        return config.out_dir
-    lasting = Path.home() / "nanoray" / config.out_dir
-    say(
-        f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
-        "chooses)"
-    )
-    return str(lasting)
 
 
 def _dry_run(opening: Opening, address: str, slots: Slots | None, program: Trains | None) -> None:

@@ -1,17 +1,21 @@
-"""The Ray that the calling program is connected to already: a run uses it, and leaves it as it was.
+"""Which Ray a run uses, and where its folder goes, as the calling program's surroundings say.
 
-A process has one connection to Ray. A script that has called `ray.init`, a notebook, a Ray task and
+A Ray that the program is connected to already is used, and stays as it was. A process has one
+connection to Ray. A script that has called `ray.init`, a notebook, a Ray task and
 an actor have theirs, with objects and actors that a second `ray.init` or a `ray.shutdown` would
 take away.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 import ray
 
+from nanoray.base.output import say
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 
@@ -47,3 +51,37 @@ def _resolved(address: str) -> str:
     with suppress(OSError):
         return f"{socket.gethostbyname(host)}:{port}"
     return address
+
+
+def ray_address(config: Config) -> str:
+    """Return `local`, or the address of the cluster to connect to: --ray_address, else RAY_ADDRESS.
+
+    Raises ConfigError for a Ray Client address.
+    """
+    address = config.ray_address
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or "local"
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"ray_address = {address} is Ray Client's, which cannot watch ranks; give HOST:PORT of "
+            "the head's GCS (6379) from a machine of the cluster, or `ray job submit` from "
+            "elsewhere"
+        )
+    return address
+
+
+def in_copy_of_job() -> bool:
+    """Return whether this process is in a Ray job's working directory, of which each node has a copy."""
+    return "runtime_resources" in Path.cwd().parts
+
+
+def lasting_out_dir(config: Config) -> str:
+    """Return out_dir, moved out of a Ray job's working directory: Ray deletes that copy later."""
+    if not in_copy_of_job() or Path(config.out_dir).is_absolute():
+        return config.out_dir
+    lasting = Path.home() / "nanoray" / config.out_dir
+    say(
+        f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
+        "chooses)"
+    )
+    return str(lasting)

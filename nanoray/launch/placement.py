@@ -24,8 +24,8 @@ from nanoray.config import Config
 from nanoray.errors import PlacementError
 from nanoray.host.choose import choose_precision
 from nanoray.host.slots import cpu_share
+from nanoray.launch.devices import bound_devices
 from nanoray.launch.ray_compat import HEAD_RESOURCE, available_per_node
-from nanoray.launch.worker import bound_devices
 
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested

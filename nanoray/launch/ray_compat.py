@@ -114,6 +114,26 @@ def in_own_process_groups() -> Iterator[None]:
         services.ConsolePopen = popen
 
 
+@contextmanager
+def without_dashboard() -> Iterator[None]:
+    """Start a local Ray, as long as this lasts, without two processes that only people look at.
+
+    The log monitor sends what workers print to the driver, which asks for nothing of it. The API
+    server answers the dashboard, `ray.util.state` and `ray job`; `ray.init` waits for it, also with
+    include_dashboard=False. Each of them takes a second of a core.
+    """
+    # The agent of the node stays complete: workers wait for a part of it in some versions of Ray.
+    node: Any = ray._private.node.Node
+    skipped = {name: getattr(node, name) for name in ("start_log_monitor", "start_api_server")}
+    for name in skipped:
+        setattr(node, name, lambda self, **_: None)
+    try:
+        yield
+    finally:
+        for name, start in skipped.items():
+            setattr(node, name, start)
+
+
 def is_pending(api: Any, actor: Any) -> bool:
     """Return whether Ray has registered this actor and not yet started a process for it.
 
@@ -131,3 +151,26 @@ def cluster_actors() -> list[dict[str, Any]]:
     from ray._private.state import actors
 
     return list(actors().values())
+
+
+@contextmanager
+def quiet_about_deaths() -> Iterator[None]:
+    """Keep Ray's own sentence about a process that died from the console: the driver names the cause.
+
+    Ray's logs have it, and other warnings of Ray are printed. `log_to_driver` does not concern it.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    original = getattr(worker, "print_to_stdstream", None)
+    if original is None:  # another Ray: it speaks, as it did
+        yield
+        return
+
+    def print_others(data: Any, *args: Any, **options: Any) -> None:
+        if not any("A worker died or was killed" in line for line in data["lines"]):
+            original(data, *args, **options)
+
+    worker.print_to_stdstream = print_others
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = original

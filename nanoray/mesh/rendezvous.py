@@ -401,8 +401,7 @@ def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:
     return value
 
 
-def network_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
+def network_env() -> dict[str, str]:
     """Return the NCCL, gloo and UCX variables of this environment, for the actors."""
-    source = os.environ if env is None else env
     prefixes = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "TP_")
-    return {key: value for key, value in source.items() if key.startswith(prefixes)}
+    return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}

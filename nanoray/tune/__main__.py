@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
-from nanoray.base.clock import unix_time
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.errors import ConfigError
 from nanoray.tune.asked import KNOB_NAMES, MAY
@@ -18,11 +18,14 @@ PAGE = Page(
     "Find the fastest way to train a recipe here: real steps of many settings, side by side. Losses "
     "stay as they are, up to rounding.",
     (
-        ("{prog} shakespeare-cpu", "on the ranks that `nanoray launch` would take"),
+        ("{prog} shakespeare-cpu", "on the ranks that `python -m nanoray.launch` would take"),
         ("{prog} gpt2-124m --workers 8 --budget 10m", "also how eight ranks share the work"),
         ("{prog} my.yaml --may precision,masks", "also what changes the losses"),
         ("{prog} my.yaml --micro_batch_size auto", "the micro batch alone"),
-        ("nanoray launch --config runs/..._tune-gpt2-124m/tuned.yaml", "train with what was found"),
+        (
+            "python -m nanoray.launch --config runs/..._tune-gpt2-124m/tuned.yaml",
+            "train with what was found",
+        ),
     ),
     sections=(
         (
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    started = unix_time()
+    started = time.time()
     prog = name_program("tune")
     own = Parser(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--budget", default=f"{BUDGET_S:g}")

@@ -406,7 +406,7 @@ MIG_DRIVER = """
 from pathlib import Path
 from nanoray.config import make_config
 from nanoray.data.dataset import DatasetInfo
-from nanoray.launch.actors import ActorPool
+from nanoray.launch.recovery.actors import ActorPool
 from nanoray.launch.placement import Placement
 from nanoray.checkpoint.run import RunSpec
 config = make_config({"global_batch_size": 12, "device": "DEVICE"})

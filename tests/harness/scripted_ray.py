@@ -36,14 +36,14 @@ from nanoray.config import load_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.actors import ActorPool
-from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
-from nanoray.launch.rank_end import end_process
 from nanoray.launch.ray_compat import HEAD_RESOURCE
+from nanoray.launch.recovery.actors import ActorPool
+from nanoray.launch.recovery.driver import Driver
+from nanoray.launch.recovery.rank_end import end_process
+from nanoray.launch.recovery.worker import ORPHAN_CODE, Heartbeat
+from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.launch.worker import ORPHAN_CODE, Heartbeat
-from nanoray.launch.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import Rendezvous
 
 NOTICE_S = 0.02  # from a death until its peers' collectives fail

@@ -35,7 +35,7 @@ from nanoray.faults.cause import Failure, FailureCollector, FaultReport
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.host.slots import local_slots
 from nanoray.launch.connection import connected
-from nanoray.launch.worker_group import SETTLE_S
+from nanoray.launch.recovery.worker_group import SETTLE_S
 from tests.stress.crowd import Crowd, Stage, end_hung
 
 # The largest exponent that counts as linear: a constant part lowers it, cold caches raise it

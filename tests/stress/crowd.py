@@ -30,13 +30,13 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector, read_reports
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.actors import ActorPool
-from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
-from nanoray.launch.rank_end import end_hung as end_hung_rank
+from nanoray.launch.recovery.actors import ActorPool
+from nanoray.launch.recovery.driver import Driver
+from nanoray.launch.recovery.rank_end import end_hung as end_hung_rank
+from nanoray.launch.recovery.worker import Heartbeat
+from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.launch.worker import Heartbeat
-from nanoray.launch.worker_group import WorkerGroup
 
 SLOTS_PER_ACTOR = 500  # Ray's asyncio actors answer a few hundred calls a second each
 

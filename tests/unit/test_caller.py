@@ -12,7 +12,7 @@ import ray
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.launch.caller import caller_address
-from nanoray.launch.script import PackedScript, ScriptFile
+from nanoray.launch.recovery.script import PackedScript, ScriptFile
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:

@@ -13,9 +13,9 @@ import pytest
 from nanoray.errors import PlacementError
 from nanoray.host.slots import local_slots
 from nanoray.launch import connection
-from nanoray.launch.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
 from nanoray.launch.connection import connected
 from nanoray.launch.placement import Placement
+from nanoray.launch.recovery.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
 from tests.harness.scripted_ray import ScriptedTime
 
 # A local Ray.

@@ -17,7 +17,7 @@ from nanoray.config import Batch, make_config
 from nanoray.data.sequence_part import SequencePart
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import ConfigError
-from nanoray.launch.shares import Shares
+from nanoray.launch.recovery.shares import Shares
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh

@@ -18,8 +18,8 @@ import pytest
 
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import MAX_CONSEQUENCES
-from nanoray.launch.cluster_watch import LEAVE_S
-from nanoray.launch.recover import SAVE_S
+from nanoray.launch.recovery.cluster_watch import LEAVE_S
+from nanoray.launch.recovery.recover import SAVE_S
 from tests.harness.scripted_ray import (
     NOTICE_S,
     RUN_S,

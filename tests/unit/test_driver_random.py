@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoray.launch import driver
-from nanoray.launch.recover import SAVE_S
-from nanoray.launch.situation import (
+from nanoray.launch.recovery import driver
+from nanoray.launch.recovery.recover import SAVE_S
+from nanoray.launch.recovery.situation import (
     AwaitReplacements,
     Restart,
     Save,

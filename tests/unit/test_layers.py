@@ -28,8 +28,8 @@ ROWS = [
     {"start"},
     {"train"},
     {"own"},
-    {"kube", "launch", "tools"},
-    {"tune"},
+    {"launch", "tools"},
+    {"kube", "tune"},
     {"bench", "__main__"},
 ]
 FACE = ""
@@ -100,6 +100,21 @@ def test_no_circle() -> None:
         pytest.fail(f"circle of imports: {' -> '.join(error.args[1])}")
 
 
+def test_any_program_runs_without_recovery_in_place() -> None:
+    """The storeys of launch/: what `nanoray run` reaches places, starts, watches and restarts ranks.
+
+    Recovery in place stands above it. Only the ways in to our own training join the two.
+    """
+    ways_in = {"launch.__main__", "launch.own", "launch.auto"}
+    storey = {module for module in MODULES if module.startswith("launch.")} - ways_in
+    above = {module for module in storey if module.startswith("launch.recovery.")}
+    assert above
+    assert storey - above
+    for module in sorted(storey - above):
+        higher = own_modules(MODULES[module]) & (above | ways_in)
+        assert not higher, f"{module} imports {higher}, which knows steps and states"
+
+
 def test_every_module_has_a_room() -> None:
     assert {room(module) for module in MODULES} == ROW.keys()
 
@@ -158,7 +173,12 @@ def test_the_driver_starts_without_torch() -> None:
             f"{module} imports {heavy} at its top: the driver would start seconds later"
         )
         todo |= own_modules(MODULES[module], top_only=True) - seen
-    assert {"launch.driver", "launch.worker_group", "mesh.rendezvous", "train.report"} <= seen
+    assert {
+        "launch.recovery.driver",
+        "launch.recovery.worker_group",
+        "mesh.rendezvous",
+        "train.report",
+    } <= seen
 
 
 def picture() -> str:

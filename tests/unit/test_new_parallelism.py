@@ -134,7 +134,7 @@ from nanoray.forecast.layouts import candidates, refusal
 from nanoray.start.plan import forecast_at
 from nanoray.tools.inspect.subject import _described
 from nanoray.tools.inspect.tree import dump
-from nanoray.launch.shares import no_replica
+from nanoray.launch.recovery.shares import no_replica
 from nanoray.mesh.layout import DIVISIONS, Layout
 
 small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "micro_batch_size": 1}

@@ -9,7 +9,7 @@ from pathlib import Path
 START = """
 import os, sys
 from pathlib import Path
-from nanoray.launch import rank_output
+from nanoray.launch.recovery import rank_output
 sent = []
 folder = Path(sys.argv[1])
 first = [True]

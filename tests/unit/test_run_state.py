@@ -7,7 +7,7 @@ import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
-from nanoray.launch import run_state
+from nanoray.launch.recovery import run_state
 from tests.harness.parsing import parse
 
 FOLDER = Path(run_state.__file__).parent

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoray.config import make_config
-from nanoray.launch.shares import Shares, keep
+from nanoray.launch.recovery.shares import Shares, keep
 from tests.harness.ranks import TINY
 
 

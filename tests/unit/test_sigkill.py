@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanoray.base.proc import start_time
-from nanoray.launch.rank_end import end_process
+from nanoray.launch.recovery.rank_end import end_process
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoray.launch.situation import (
+from nanoray.launch.recovery.situation import (
     STOPPED_UNSAVED,
     UNFIT,
     AwaitReplacements,

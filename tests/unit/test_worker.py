@@ -24,8 +24,8 @@ from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateD
 from nanoray.faults import exit_record
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.script import PackedScript
-from nanoray.launch.worker import DRIVER_SILENT_S, ORPHAN_CODE, LostPeer, Worker
+from nanoray.launch.recovery.script import PackedScript
+from nanoray.launch.recovery.worker import DRIVER_SILENT_S, ORPHAN_CODE, LostPeer, Worker
 from nanoray.mesh.mesh import _MEETINGS
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.mesh.wire import SealedStore
@@ -345,8 +345,8 @@ def test_of_the_ranks_that_wait_for_a_driver_that_is_gone_one_saves(
     """It goes on alone, and only to save. Another one ends. One that the driver still calls waits
     for its orders.
     """
-    monkeypatch.setattr("nanoray.launch.worker.ORPHAN_S", 3.0)
-    monkeypatch.setattr("nanoray.launch.worker.DRIVER_SILENT_S", 1000.0)
+    monkeypatch.setattr("nanoray.launch.recovery.worker.ORPHAN_S", 3.0)
+    monkeypatch.setattr("nanoray.launch.recovery.worker.DRIVER_SILENT_S", 1000.0)
 
     def train(
         run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, store: Any, rejoin: Any
@@ -379,7 +379,7 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
     """Its own patience ends a second after that of the rank which stopped the run; then nobody
     would end it.
     """
-    monkeypatch.setattr("nanoray.launch.worker.DRIVER_SILENT_S", 20.0)
+    monkeypatch.setattr("nanoray.launch.recovery.worker.DRIVER_SILENT_S", 20.0)
     exits: list[int] = []
 
     def leave(code: int) -> None:
@@ -406,7 +406,7 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
 
 FROZEN = """
 import time
-from nanoray.launch import silence
+from nanoray.launch.recovery import silence
 silence.FROZEN_S = 0.4
 own = silence.OwnTime()
 for _ in range(2):
@@ -442,7 +442,7 @@ def test_a_rank_that_was_frozen_does_not_take_its_driver_for_silent() -> None:
 STARTING = """
 import sys, time
 from types import ModuleType, SimpleNamespace
-from nanoray.launch import worker
+from nanoray.launch.recovery import worker
 
 class Stuck:
     def find_spec(self, name, path=None, target=None):
@@ -480,7 +480,7 @@ KILLED_IN_IMPORTS = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from nanoray.launch import worker
+from nanoray.launch.recovery import worker
 
 class Kills:
     def find_spec(self, name, path=None, target=None):

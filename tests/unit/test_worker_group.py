@@ -16,10 +16,10 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.actors import SPARES_LOOK_S, ActorPool
-from nanoray.launch.fault_log import LOG_LINES
-from nanoray.launch.rank_end import EXIT_RECORD_S, end_hung, read_result
-from nanoray.launch.worker_group import WorkerGroup
+from nanoray.launch.recovery.actors import SPARES_LOOK_S, ActorPool
+from nanoray.launch.recovery.fault_log import LOG_LINES
+from nanoray.launch.recovery.rank_end import EXIT_RECORD_S, end_hung, read_result
+from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import BackendChoice
 from tests.harness.scripted_ray import HEAD_NODE, Actor, Ref, Run, node_id
 

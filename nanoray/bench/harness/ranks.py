@@ -260,7 +260,7 @@ class _Actors(RankChannel):
     """Ranks as Ray actors: one per slot of a cluster, or of a local Ray that leaves nothing behind."""
 
     def __init__(self, where: Where) -> None:
-        from nanoray.launch.__main__ import ray_address
+        from nanoray.launch.caller import ray_address
 
         values = {"workers": where.workers, "device": where.device, "backend": where.backend}
         # A configuration must have a batch size, although no batch is read.
@@ -294,10 +294,6 @@ class _Actors(RankChannel):
         self._stack.callback(remove_placement_group, place.group)
         actor: Any = ray.remote(concurrency_groups={"control": 1})(_Actor)  # type: ignore[call-overload]
 
-        # Root raises the priority of its actors itself; others keep Ray from lowering it
-        runtime_env = None
-        if os.geteuid() != 0:
-            runtime_env = {"env_vars": {"RAY_worker_niceness": "0"}}
         slot = {
             "workers": place.workers,
             "kind": place.kind,
@@ -309,7 +305,6 @@ class _Actors(RankChannel):
                 num_cpus=place.bundle["CPU"],
                 num_gpus=place.bundle.get("GPU", 0),
                 scheduling_strategy=strategy(place.group, index),
-                runtime_env=runtime_env,
                 max_restarts=0,
                 max_task_retries=0,
             )
@@ -354,9 +349,8 @@ class _Actor(Rank):
     def __init__(self, slot: Record) -> None:
         import ray
 
-        from nanoray.launch.worker import bound_devices, raise_priority
+        from nanoray.launch.devices import bound_devices
 
-        raise_priority()
         devices = ",".join(bound_devices())
         slice_or_uuid = devices if devices.startswith(("MIG-", "GPU-")) else ""
         slot |= {

@@ -28,7 +28,7 @@ from nanoray.errors import NanorayError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import cpu_share, local_slots
-from nanoray.launch.__main__ import ray_address
+from nanoray.launch.caller import ray_address
 from nanoray.launch.connection import connected
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Order

@@ -9,6 +9,7 @@ place ─► actors ─► start ─► watch ─┬─► all have ended with 0
 from __future__ import annotations
 
 import re
+import secrets
 import signal
 import sys
 import time
@@ -23,11 +24,13 @@ from ray.exceptions import RayError
 from nanoray.base.atomic import read_json
 from nanoray.base.output import say
 from nanoray.base.text import clock
-from nanoray.errors import PlacementError
+from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.plan import append_event
 from nanoray.host.interfaces import LOOPBACK
 from nanoray.host.launchers import torchrun_variables
+from nanoray.launch.__main__ import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
+from nanoray.launch.program.folder import ProgramFolder, digest
 from nanoray.launch.program.observed import RunObserver, explain_wait
 from nanoray.launch.program.rank import ProgramRank
 from nanoray.launch.signals import Stop
@@ -44,6 +47,7 @@ RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ", re.M)  # of torch, before each line
 TRACEBACK = re.compile(
     rb"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
 )
+MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
 LINES_SHOWN = 15  # of the failed rank's output
 
 
@@ -59,6 +63,7 @@ class RankProgram:
     hang_timeout_s: float = 600.0  # 0: no rank is taken for hung
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
     tee: str = "0"  # whose output is shown: 0 | all
+    code: ProgramFolder | None = None  # what nodes without it get a copy of
     trace_every: int = 0  # of this number of steps two are noted, after the first ones; 0: none
 
     def log(self, rank: int) -> Path:
@@ -166,17 +171,68 @@ class ProgramDriver:
             }
             actor = ray.remote(ProgramRank).options(**options)
             self.actors.append(actor.remote(str(self.program.log(rank)), threads, warm))
-        timeout_s = START_TIMEOUT_S
-        self.facts = ray.get([a.describe.remote(script) for a in self.actors], timeout=timeout_s)
-        for rank, facts in enumerate(self.facts):
-            if not facts["sees"]:
-                raise PlacementError(
-                    f"rank {rank}, on {facts['ip']}, does not see {script}; put it on storage that all "
-                    "nodes share, or submit with `ray job submit --working-dir FOLDER`"
-                )
-        self._offsets = [0] * len(self.actors)
+        self._describe(script)
+        self._send_folder()
+        self._offsets = [facts["printed"] for facts in self.facts]
         self._texts = [b""] * len(self.actors)
         self._shown = [b""] * len(self.actors)
+
+    def _describe(self, script: str) -> None:
+        """Ask all ranks what they are and what they see. Raises PlacementError."""
+        # Each node has a copy of a Ray job's folder, in which the actors already are.
+        here = "" if in_copy_of_job() else str(Path.cwd())
+        marker = self.program.folder / "logs" / f".{secrets.token_hex(8)}"
+        marker.touch()
+        try:
+            asked = [actor.describe.remote(here, str(marker), script) for actor in self.actors]
+            self.facts = ray.get(asked, timeout=START_TIMEOUT_S)
+        finally:
+            marker.unlink()
+        for rank, facts in enumerate(self.facts):
+            facts["words"] = self.program.words
+            if not facts["sees"] and self.program.code is None:
+                raise PlacementError(
+                    f"rank {rank}, on {facts['ip']}, does not see {script}; put it on storage that "
+                    "all nodes share, or below the folder of `ray job submit --working-dir FOLDER`"
+                )
+
+    def _send_folder(self) -> None:
+        """Send the program's folder to the nodes that do not have the same files.
+
+        Such a node keeps it in the run's folder, with what the program writes there. Raises ConfigError.
+        """
+        code = self.program.code
+        own_node = ray.get_runtime_context().get_node_id()
+        others = {f["node"]: rank for rank, f in enumerate(self.facts) if f["node"] != own_node}
+        if code is None or not others:
+            return
+        try:
+            files = code.files
+        except ConfigError:
+            if all(facts["sees"] for facts in self.facts):
+                return  # too many to compare, but the script is there
+            raise
+        asked = [self.actors[rank].digest.remote(str(code.path), files) for rank in others.values()]
+        found = ray.get(asked, timeout=START_TIMEOUT_S)
+        expected = digest(code.path, files)
+        nodes = {
+            node: rank
+            for (node, rank), theirs in zip(others.items(), found, strict=True)
+            if theirs != expected
+        }
+        if not nodes:
+            return
+
+        archive = code.pack(MOST_SENT, "a node", "put the folder on storage that all nodes share")
+        copy = str(self.program.folder / "code")
+        addresses = ", ".join(self.facts[rank]["ip"] for rank in nodes.values())
+        say(f"send   {code.describe()}, to {addresses}: {copy}")
+        packed = ray.put(archive)
+        sent = [self.actors[rank].unpack.remote(packed, copy) for rank in nodes.values()]
+        ray.get(sent, timeout=START_TIMEOUT_S)
+        for facts in self.facts:
+            if facts["node"] in nodes:
+                facts |= {"folder": copy, "words": code.words}
 
     def _start(self) -> None:
         port = ray.get(self.actors[0].free_port.remote())
@@ -186,16 +242,18 @@ class ProgramDriver:
         for rank, actor in enumerate(self.actors):
             order = {
                 "kind": self.program.kind,
-                "words": self.program.words,
-                "folder": self.facts[rank]["folder"] if not on_one_host else str(Path.cwd()),
+                "words": self.facts[rank]["words"],
+                "folder": self.facts[rank]["folder"],
                 "trace": self._trace_of(rank),
             }
             variables = {
                 **self.variables_of(rank),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
-                **self.program.variables,
             }
+            if not on_one_host and self.facts[rank]["interface"]:
+                variables["GLOO_SOCKET_IFNAME"] = self.facts[rank]["interface"]
+            variables |= self.program.variables
             self._texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
         ray.get(starts, timeout=START_TIMEOUT_S)
@@ -281,6 +339,10 @@ class ProgramDriver:
         for rank, answer in enumerate(answers):
             data: bytes = answer["output"]
             self._offsets[rank] += len(data)
+            # What a node writes into a folder of its own would be missing beside the other logs.
+            if data and not self.facts[rank]["shares_run"]:
+                with self.program.log(rank).open("ab") as log:
+                    log.write(data)
             self._texts[rank] = (self._texts[rank] + data)[-(1 << 16) :]
         return answers
 

@@ -20,12 +20,18 @@ import ray
 
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
-from nanoray.host.interfaces import free_port
+from nanoray.host.interfaces import free_port, interface_for_gloo
+from nanoray.launch.devices import bound_devices
 from nanoray.launch.program.counts import Counts
+from nanoray.launch.program.folder import digest, unpack
 from nanoray.launch.program.observed import RankObserver
-from nanoray.launch.worker import bound_devices, raise_priority
 
 STANDBY = Path(__file__).with_name("standby.py")
+# What a program of torch imports before it is known
+MODULES = ("torch.distributed", "torch.utils.data")
+# What DDP, FSDP and optimizers import when they are first used: as long as torch itself. Only for a
+# restart, since a program that uses none of them should not begin later.
+LATER_MODULES = ("torch._dynamo",)
 # A standby imports torch, which takes a core for seconds: not while the program itself starts.
 STANDBY_AFTER_S = 10.0
 MOST_BYTES = 1 << 20  # of output in one answer
@@ -42,6 +48,7 @@ class ProgramRank:
         """
         self._log = Path(log)
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._printed = self._log.stat().st_size if self._log.exists() else 0  # before this actor
         self._threads = threads
         self._warm = warm
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,18 +59,35 @@ class ProgramRank:
         self._looked = 0.0  # when that was, in monotonic seconds
         self._devices = bound_devices(ray)
         self._observer = RankObserver(self._log)
-        raise_priority()
-        self._standby: subprocess.Popen[bytes] | None = self._new_standby()
+        self._standby: subprocess.Popen[bytes] | None = self._new_standby(MODULES)
 
-    def describe(self, script: str) -> dict[str, Any]:
-        """Return this actor's node, address, devices and folder; and whether it sees the script."""
+    def describe(self, folder: str, marker: str, script: str) -> dict[str, Any]:
+        """Return this actor's node, address and devices, and what it sees of the driver's files.
+
+        folder: the driver's working directory; it is the program's where it exists. marker: a file
+        in the run's folder on the driver's node. script: of a Ray job, in each node's copy.
+        """
+        ip = ray.util.get_node_ip_address()
+        # Of the node's own name gloo would take the loopback, where no other host connects.
+        given = "GLOO_SOCKET_IFNAME" in os.environ
         return {
             "node": ray.get_runtime_context().get_node_id(),
-            "ip": ray.util.get_node_ip_address(),
+            "ip": ip,
+            "interface": "" if given else interface_for_gloo([ip, ""], 0),
             "devices": self._devices,
-            "folder": os.getcwd(),
+            "folder": folder if folder and Path(folder).is_dir() else os.getcwd(),
+            "shares_run": Path(marker).exists(),
+            "printed": self._printed,
             "sees": Path(script).exists() if script else True,
         }
+
+    def digest(self, folder: str, files: list[str]) -> str:
+        """Return a hash of files of this node; empty where one is missing."""
+        return digest(Path(folder), files)
+
+    def unpack(self, archive: bytes, folder: str) -> None:
+        """Unpack the program's folder on this node."""
+        unpack(archive, Path(folder))
 
     def free_port(self) -> int:
         """Return a port of this node that nothing listens on."""
@@ -71,7 +95,7 @@ class ProgramRank:
 
     def start(self, order: dict[str, Any], variables: dict[str, str]) -> None:
         """Start the program. `order`: see standby.py; `variables`: besides this process' own."""
-        process = self._standby or self._new_standby()
+        process = self._standby or self._new_standby(MODULES)
         self._standby = None
         self._observer.begin()
         line = json.dumps(order | {"variables": self._own_variables() | variables})
@@ -103,7 +127,7 @@ class ProgramRank:
             answer = {"code": ended[0], "at": ended[1]}
             answer["oom"] = ended[0] == -signal.SIGKILL and oom_kills() > self._ooms
         elif not ended and not self._standby and now - self._begun > STANDBY_AFTER_S:
-            self._standby = self._new_standby()
+            self._standby = self._new_standby(MODULES + LATER_MODULES)
         counts = self._observer.counts()
         answer |= {"ended": counts.ended, "waits": counts.waits}
         return answer | {"output": output, "cpu": self._cpu}
@@ -147,8 +171,8 @@ class ProgramRank:
         # Ray sets a number of threads of its own. Progress bars must not wait in a buffer.
         return own | {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
 
-    def _new_standby(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(STANDBY), *(["--warm"] if self._warm else [])]
+    def _new_standby(self, modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(STANDBY), *(modules if self._warm else ())]
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 command,

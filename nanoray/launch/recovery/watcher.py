@@ -19,16 +19,16 @@ from nanoray.base.output import say
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import SCRIPT
-from nanoray.launch.actors import POLL_S
-from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import AbortOrders, Drains, Leave
-from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.rank_end import end_hung, end_silent
-from nanoray.launch.recover import Recoverer
-from nanoray.launch.run_state import RunState
+from nanoray.launch.recovery.actors import POLL_S
+from nanoray.launch.recovery.cluster_watch import ClusterWatch
+from nanoray.launch.recovery.drain import AbortOrders, Drains, Leave
+from nanoray.launch.recovery.fault_log import FaultLog
+from nanoray.launch.recovery.rank_end import end_hung, end_silent
+from nanoray.launch.recovery.recover import Recoverer
+from nanoray.launch.recovery.run_state import RunState
+from nanoray.launch.recovery.worker import Heartbeat
+from nanoray.launch.recovery.worker_group import SETTLE_S, WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.launch.worker import Heartbeat
-from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
 from nanoray.train.watch.observers import Console
 
 # While ranks save, one that does not notice a lost peer for this long is ended. After a stop, so is one
@@ -115,9 +115,12 @@ class Watcher:
                 f"warning  rank {ranks} had not returned from the script's function as rank 0 had, and "
                 "was ended; --hang_timeout 0 waits without a limit"
             )
-        # All that rank 0 reported until its end, or until it left its group.
+        # All that rank 0 reported until its end, or until it left its group: before the cause of a
+        # fault is printed. Of a rank 0 that is lost, what had arrived was printed with its end.
         if not collector.failures:
             group.print_messages(console, wait_s=5.0)
+        elif group.members[0] in group.runs:
+            group.print_messages(console, wait_s=1.0)
         return collector
 
     def end_drained(self, at: RunState, collector: FailureCollector) -> None:

@@ -21,10 +21,10 @@ from ray.exceptions import RayError
 from nanoray.checkpoint.run import RunSpec, can_regroup, recovers_in_place
 from nanoray.faults.hang import Position
 from nanoray.faults.progress import SCRIPT, ProgressFile
-from nanoray.launch.actors import ActorPool
-from nanoray.launch.meeting import Meeting
-from nanoray.launch.shares import Shares
-from nanoray.launch.worker import Heartbeat
+from nanoray.launch.recovery.actors import ActorPool
+from nanoray.launch.recovery.meeting import Meeting
+from nanoray.launch.recovery.shares import Shares
+from nanoray.launch.recovery.worker import Heartbeat
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.train.watch.observers import Console
 

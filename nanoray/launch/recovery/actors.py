@@ -9,7 +9,6 @@ new actor takes its slot.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections import Counter
@@ -29,7 +28,6 @@ from nanoray.base.output import say
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
-from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.connection import bounded
 from nanoray.launch.placement import (
     START_TIMEOUT_S,
@@ -39,8 +37,9 @@ from nanoray.launch.placement import (
     strategy,
 )
 from nanoray.launch.ray_compat import is_pending
-from nanoray.launch.script import PackedScript
-from nanoray.launch.worker import Worker
+from nanoray.launch.recovery.cluster_watch import ClusterWatch
+from nanoray.launch.recovery.script import PackedScript
+from nanoray.launch.recovery.worker import Worker
 
 POLL_S = 0.25  # how often the driver looks for a stop request while it waits for actors
 START_TRIES = 3  # how often a new actor may die before it is ready
@@ -235,14 +234,11 @@ class ActorPool:
 
     def new_actor(self, slot: int | None, rehearse: bool, **options: Any) -> Any:
         """Create a Worker on Ray for a slot, or a spare (`slot` None)."""
-        # A runtime_env costs half a second, because Ray cannot use its prestarted workers then.
-        # Root does without: it may raise its priority itself (raise_priority), and the network's
-        # variables travel in the Rendezvous.
-        # Variables whose value is in the configuration travel in it, so that the process starts with
-        # them. Those of the driver's shell may be secrets, which Ray's dashboard must not show.
+        # A runtime_env costs half a second, because Ray cannot use its prestarted workers then. The
+        # network's variables travel in the Rendezvous. Variables whose value is in the configuration
+        # travel here, so that the process starts with them. Those of the driver's shell may be
+        # secrets, which Ray's dashboard must not show.
         given = explicit(self.spec.config.env)
-        if os.geteuid() != 0:
-            given["RAY_worker_niceness"] = "0"
         runtime_env = {"env_vars": given} if given else None
         remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
         rehearsal = self.spec.to_dict() if rehearse else None

@@ -33,11 +33,12 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import NOT_BEGUN, ProgressFile
 from nanoray.host.choose import require_compiler
 from nanoray.host.host import available_memory_bytes, resident_bytes
-from nanoray.launch.gauges import MessageQueue, RayMetrics
-from nanoray.launch.rank_output import RankOutput
+from nanoray.launch.devices import bound_devices
 from nanoray.launch.ray_compat import memory_threshold
-from nanoray.launch.script import PackedScript
-from nanoray.launch.silence import DriverSilence
+from nanoray.launch.recovery.gauges import MessageQueue, RayMetrics
+from nanoray.launch.recovery.rank_output import RankOutput
+from nanoray.launch.recovery.script import PackedScript
+from nanoray.launch.recovery.silence import DriverSilence
 from nanoray.mesh.rendezvous import Order, Rendezvous
 
 log = logging.getLogger("nanoray.rank")
@@ -121,7 +122,6 @@ class Worker:
 
         self._silence = DriverSilence()
         self._devices = bound_devices(api)
-        raise_priority()
 
         # Before the imports, in which memory may run out.
         self._leaves_record = record is not None
@@ -461,26 +461,6 @@ class Worker:
     def stop(self) -> None:
         """Stop after the step that all ranks agree on, with a checkpoint."""
         self._stop.set()
-
-
-def bound_devices(api: Any = ray) -> list[str]:
-    """Return the ids of this process's GPUs or MIG slices; without any, hide every GPU from it."""
-    ids = [str(i) for i in api.get_gpu_ids()]
-    if not ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise an actor without GPUs sees all of them
-    return ids
-
-
-def raise_priority() -> None:
-    """Undo Ray's nice 15, which gives every other process on the node precedence.
-
-    Only root may do so; others get a runtime_env instead (ActorPool.new_actor).
-    """
-    if not os.path.isdir("/proc/self/task"):
-        return
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(PermissionError, ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 
 def _alone(rendezvous: Rendezvous) -> Rendezvous:

@@ -25,16 +25,15 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector
-from nanoray.launch.actors import ActorPool, start_timeout_s
-from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
-from nanoray.launch.rank_end import read_start
-from nanoray.launch.recover import Recoverer, say_after_training
-from nanoray.launch.run_state import RunState
-from nanoray.launch.script import PackedScript
-from nanoray.launch.signals import Stop, StopRequested
-from nanoray.launch.situation import (
+from nanoray.launch.recovery.actors import ActorPool, start_timeout_s
+from nanoray.launch.recovery.cluster_watch import ClusterWatch
+from nanoray.launch.recovery.fault_log import FaultLog
+from nanoray.launch.recovery.rank_end import read_start
+from nanoray.launch.recovery.recover import Recoverer, say_after_training
+from nanoray.launch.recovery.run_state import RunState
+from nanoray.launch.recovery.script import PackedScript
+from nanoray.launch.recovery.situation import (
     AwaitReplacements,
     EndUntrained,
     Finish,
@@ -52,9 +51,10 @@ from nanoray.launch.situation import (
     exit_code_after_giving_up,
     next_step,
 )
-from nanoray.launch.watcher import Watcher
-from nanoray.launch.worker import DRIVER_SILENT_S
-from nanoray.launch.worker_group import WorkerGroup
+from nanoray.launch.recovery.watcher import Watcher
+from nanoray.launch.recovery.worker import DRIVER_SILENT_S
+from nanoray.launch.recovery.worker_group import WorkerGroup
+from nanoray.launch.signals import Stop, StopRequested
 from nanoray.train.watch.observers import Console
 
 

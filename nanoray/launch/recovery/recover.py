@@ -23,14 +23,14 @@ from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
-from nanoray.launch.actors import POLL_S, START_TRIES
-from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
-from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.rank_end import end_silent, how_newcomer_died, read_result
-from nanoray.launch.run_state import Forming, RunState, Saving
-from nanoray.launch.shares import no_replica, smaller
+from nanoray.launch.recovery.actors import POLL_S, START_TRIES
+from nanoray.launch.recovery.cluster_watch import ANOTHER_HEAD, ClusterWatch
+from nanoray.launch.recovery.fault_log import FaultLog
+from nanoray.launch.recovery.rank_end import end_silent, how_newcomer_died, read_result
+from nanoray.launch.recovery.run_state import Forming, RunState, Saving
+from nanoray.launch.recovery.shares import no_replica, smaller
+from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.launch.worker_group import WorkerGroup
 
 # From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
 SAVE_S = 90.0
@@ -163,8 +163,11 @@ class Recoverer:
         if group_broke:
             self._add_broken_group(group, collector)
         self._end_silent_ranks(at, collector)
+        reason = self.decide(at, collector)
+        if reason is None and not self.ending(at):
+            say("  now      the other ranks keep the state and wait for a new process")
         at.forming = Forming(
-            self.decide(at, collector),
+            reason,
             lost=[slot for slot in group.members if slot not in group.runs],
             size_before=len(group.members),
             began_at=self.clock.monotonic(),
@@ -357,7 +360,7 @@ class Recoverer:
                 group.pool.place.workers,
             )
             say(f"shrink   {self.faults.budget} {shrunk}\n")
-        self.faults.set_recovery(kind)
+        self.faults.set_recovery(kind, len(joined))
 
     def grow(self, at: RunState) -> None:
         """Take in the actors that have become ready since the group shrank, if they still live."""

@@ -29,9 +29,9 @@ from typing import Any
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.faults.cause import FailureCollector
-from nanoray.launch.actors import START_TRIES
-from nanoray.launch.situation import GroupStage
-from nanoray.launch.worker_group import WorkerGroup
+from nanoray.launch.recovery.actors import START_TRIES
+from nanoray.launch.recovery.situation import GroupStage
+from nanoray.launch.recovery.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)

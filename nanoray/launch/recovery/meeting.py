@@ -15,8 +15,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.launch.actors import ActorPool
 from nanoray.launch.placement import START_TIMEOUT_S
+from nanoray.launch.recovery.actors import ActorPool
 from nanoray.mesh.rendezvous import (
     BackendChoice,
     RankDevice,

@@ -27,11 +27,11 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import LEFT
-from nanoray.launch.actors import ANSWER_S, first_line
 from nanoray.launch.connection import bounded
-from nanoray.launch.fault_log import end_of_log
-from nanoray.launch.worker import DRIVER_SILENT_S, ORPHAN_CODE
-from nanoray.launch.worker_group import WorkerGroup
+from nanoray.launch.recovery.actors import ANSWER_S, first_line
+from nanoray.launch.recovery.fault_log import end_of_log
+from nanoray.launch.recovery.worker import DRIVER_SILENT_S, ORPHAN_CODE
+from nanoray.launch.recovery.worker_group import WorkerGroup
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
 EXIT_RECORD_S = 5.0
