@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from ray.util.placement_group import remove_placement_group
 from nanoray.base.output import say
 from nanoray.checkpoint.run import new_folder
 from nanoray.cli import exit_code_of
-from nanoray.config import Config, make_config
+from nanoray.cli.parsers import Parser
+from nanoray.config import Config, make_config, refuse_unknown_key
 from nanoray.config.run import name_of_file
 from nanoray.config.variables import values_of
 from nanoray.errors import ConfigError
@@ -25,7 +27,7 @@ from nanoray.host.slots import Slots, local_slots
 from nanoray.launch.__main__ import in_copy_of_job, lasting_out_dir, ray_address
 from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
-from nanoray.launch.placement import Placement
+from nanoray.launch.placement import START_TIMEOUT_S, Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.signals import catch_signals
 from nanoray.own.settings import DEFAULTS
@@ -43,6 +45,7 @@ KEYS = (
     "env",
     "max_failures",
 )
+STOPPING = b"\nSIGTERM to all ranks, which may save and end (Ctrl-C once more: end them now)\n"
 ABOUT = """Run an unmodified program as ranks on Ray: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 MASTER_PORT and the rest of what torchrun sets are in its environment."""
 
@@ -55,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags before the program."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "nanoray run",
         usage="nanoray run [flags] train.py [its arguments]\n"
         "       nanoray run [flags] -m package.module [its arguments]\n"
@@ -65,7 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for key in KEYS:
         about = Config.model_fields[key].description
-        parser.add_argument(f"--{key}", default=argparse.SUPPRESS, help=about)
+        action = "append" if key == "env" else "store"
+        parser.add_argument(f"--{key}", default=argparse.SUPPRESS, help=about, action=action)
     parser.add_argument(
         "--hang_timeout",
         type=float,
@@ -94,7 +98,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str]) -> int:
     """Run a program as a command line says, and return its exit code. Raises NanorayError."""
-    args = vars(build_parser().parse_args(argv))
+    parser = build_parser()
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [*KEYS, *vars(known)]
+        refuse_unknown_key(unknown[0].partition("=")[0], flags, "nanoray run --help")
+    args = vars(known)
     words: list[str] = args.pop("program")
     kind = "module" if args.pop("module") else "script"
     if words[:1] == ["--"]:
@@ -109,7 +118,7 @@ def run(argv: list[str]) -> int:
             )
         # Of a Ray job each node has a copy of the folder, in which the same relative path holds.
         if not in_copy_of_job() or path.is_absolute():
-            words = [str(path.resolve()), *words[1:]]
+            words = [os.path.abspath(path), *words[1:]]
     keys = {key: args[key] for key in KEYS if key in args}
     keys.setdefault("name", name_of_file(words[0]))
     config = make_config(DEFAULTS | {"max_failures": 3} | keys)
@@ -122,6 +131,7 @@ def run(argv: list[str]) -> int:
         args["hang_timeout"],
         args["grace"],
         args["tee"],
+        start_timeout_s=max(START_TIMEOUT_S, config.placement_timeout_s),
     )
     return launch(config, program, args["dry_run"])
 
@@ -141,8 +151,14 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
         say(f"run    {what}\n{_placement_line(config, address, slots)}")
         return 0
 
+    if slots:  # Ray's temporary folder goes with it, but not that of its programs
+        variables = {"TMPDIR": tempfile.gettempdir()} | program.variables
+        program = replace(program, variables=variables)
     begun = time.monotonic()
-    with using(attached) if attached else connected(address, slots), catch_signals() as stop:
+    with (
+        using(attached) if attached else connected(address, slots),
+        catch_signals(STOPPING) as stop,
+    ):
         place = Placement.make(config, stop.check)
         try:
             folder = new_folder(Path(lasting_out_dir(config)).absolute(), config.name)
