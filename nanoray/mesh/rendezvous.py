@@ -56,6 +56,7 @@ class Rendezvous:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    nodes: int = 0  # 0: unknown
     master_addr: str = ""
     master_port: int = 0
     device: str = "cpu"  # "cpu" or "cuda:I", I as this process sees its devices
@@ -207,6 +208,7 @@ def rendezvous_of(nodes: Sequence[str], choice: BackendChoice, secret: str) -> l
             local_rank=counted[node],
             local_world_size=ranks_on_node[node],
             node_rank=node_rank[node],
+            nodes=len(node_rank),
             backend=choice.backend,
             backend_reason=choice.reason,
             env=env,

@@ -185,6 +185,7 @@ class RuntimeEngine:
         if run.on_fit:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
+        run.leave_loop()  # from here on the engine counts the steps, and keeps the files
         observers = [*run.observers, *observers_of(self.callbacks, run, self._trained)]
 
         # The script may read run.rank later, so it follows each new rendezvous.
@@ -224,7 +225,7 @@ def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> d
     try:
         # A terminal that is closed must not end the run before it has saved.
         with lasting_output():
-            ended = train_here(loaded, unix_time(), Program(fit, loaded.given))
+            ended = train_here(loaded, unix_time(), Program(fit, loaded.given, may_loop=False))
     finally:
         # The next fit forms its own groups, and the end of Python must not wait for their threads.
         abandon_groups()
