@@ -24,7 +24,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from nanoray.base.clock import unix_time
 from nanoray.cli import (
     Loaded,
     Page,
@@ -105,7 +104,7 @@ class Rendered:
     @classmethod
     def of_program(cls, program: PodProgram) -> Rendered:
         """Render a program. Raises ConfigError."""
-        objects = render(program.config, unix_time(), program)
+        objects = render(program.config, time.time(), program)
         return cls(objects, program.config, program.dry_run, program.shipped)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,14 @@ from nanoray.launch.caller import (
     ray_address,
 )
 from nanoray.launch.connection import bounded, connected, using
-from nanoray.launch.placement import Placement
+from nanoray.launch.placement import START_TIMEOUT_S, Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.files import write_outcome, write_program
 from nanoray.launch.program.flags import KEYS, ProgramCommand, require_script
 from nanoray.launch.program.folder import ProgramFolder
 from nanoray.launch.signals import catch_signals
+
+STOPPING = b"\nSIGTERM to all ranks, which may save and end (Ctrl-C once more: end them now)\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +65,8 @@ def run(argv: list[str]) -> int:
         command.grace_s,
         command.tee,
         folder,
-        command.trace_every,
+        trace_every=command.trace_every,
+        start_timeout_s=max(START_TIMEOUT_S, config.placement_timeout_s),
     )
     return launch(config, program, command.dry_run)
 
@@ -82,9 +86,12 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
         say(f"run    {what}\n{_placement_line(config, address, slots)}")
         return 0
 
+    if slots:  # Ray's temporary folder goes with it, but not that of its programs
+        variables = {"TMPDIR": tempfile.gettempdir()} | program.variables
+        program = replace(program, variables=variables)
     begun = time.monotonic()
     session = using(attached) if attached else connected(address, slots, dashboard=False)
-    with session, catch_signals() as stop:
+    with session, catch_signals(STOPPING) as stop:
         place = Placement.make(config, stop.check)
         try:
             folder = new_folder(Path(lasting_out_dir(config)).absolute(), config.name)

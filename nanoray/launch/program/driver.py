@@ -8,6 +8,7 @@ place ─► actors ─► start ─► watch ─┬─► all have ended with 0
 
 from __future__ import annotations
 
+import codecs
 import re
 import secrets
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from nanoray.base.atomic import read_json
 from nanoray.base.output import say
@@ -28,7 +29,7 @@ from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.plan import append_event
 from nanoray.host.interfaces import LOOPBACK
 from nanoray.host.launchers import torchrun_variables
-from nanoray.launch.__main__ import in_copy_of_job
+from nanoray.launch.caller import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.launch.program.folder import ProgramFolder, digest
 from nanoray.launch.program.observed import RunObserver, explain_wait
@@ -48,6 +49,8 @@ TRACEBACK = re.compile(
     rb"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
 )
 MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
+# Where the thread that got the signal is, of the stacks that faulthandler writes
+CURRENT = re.compile(rb'Current thread .*\n  File "([^"]+)", line (\d+) in (\S+)')
 LINES_SHOWN = 15  # of the failed rank's output
 
 
@@ -65,6 +68,7 @@ class RankProgram:
     tee: str = "0"  # whose output is shown: 0 | all
     code: ProgramFolder | None = None  # what nodes without it get a copy of
     trace_every: int = 0  # of this number of steps two are noted, after the first ones; 0: none
+    start_timeout_s: float = START_TIMEOUT_S  # for all ranks' processes, also after a node is lost
 
     def log(self, rank: int) -> Path:
         """Return the file of a rank's output."""
@@ -117,6 +121,7 @@ class ProgramDriver:
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
         self._shown: list[bytes] = []  # with tee all: a line that has not ended
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of rank 0's output
 
     def run(self) -> int:
         """Run the program to its end and return the exit code."""
@@ -142,13 +147,13 @@ class ProgramDriver:
         try:
             self._create()
             self._start()
-            return self._watch()
+            failure = self._watch()
+            self._show_rest()
+            return failure
         except RayError as error:
+            failure = self._lost(error)
             self._close()
-            line = " ".join(str(error).split())[:200]
-            return RankFailure(
-                -1, f"a node, or Ray's process on it, was lost: {line}", 1, time.time()
-            )
+            return failure
         finally:
             with suppress(RayError):
                 self.observer.collect(now=True)
@@ -170,7 +175,8 @@ class ProgramDriver:
                 "scheduling_strategy": strategy(self.place.group, index),
             }
             actor = ray.remote(ProgramRank).options(**options)
-            self.actors.append(actor.remote(str(self.program.log(rank)), threads, warm))
+            log = str(self.program.log(rank))
+            self.actors.append(actor.remote(log, threads, warm, self.program.variables))
         self._describe(script)
         self._send_folder()
         self._offsets = [facts["printed"] for facts in self.facts]
@@ -185,7 +191,7 @@ class ProgramDriver:
         marker.touch()
         try:
             asked = [actor.describe.remote(here, str(marker), script) for actor in self.actors]
-            self.facts = ray.get(asked, timeout=START_TIMEOUT_S)
+            self.facts = self._wait_for(asked)
         finally:
             marker.unlink()
         for rank, facts in enumerate(self.facts):
@@ -233,6 +239,24 @@ class ProgramDriver:
         for facts in self.facts:
             if facts["node"] in nodes:
                 facts |= {"folder": copy, "words": code.words}
+
+    def _wait_for(self, refs: list[Any]) -> list[Any]:
+        """Return what new actors answer. Raises StopRequestedNow, PlacementError, RayError."""
+        deadline = time.monotonic() + self.program.start_timeout_s
+        while True:
+            ready, pending = ray.wait(refs, num_returns=len(refs), timeout=POLL_S)
+            answers = ray.get(ready)  # raises where one is lost
+            if not pending:
+                return answers
+            if self.stop.requested:
+                raise StopRequestedNow
+            if time.monotonic() > deadline:
+                ranks = ", ".join(str(refs.index(ref)) for ref in pending)
+                raise PlacementError(
+                    f"rank(s) {ranks} did not start within {self.program.start_timeout_s:g} s; `ray "
+                    "status` shows which nodes are left and what is free on them; add a node or lower "
+                    "--workers"
+                )
 
     def _start(self) -> None:
         port = ray.get(self.actors[0].free_port.remote())
@@ -302,11 +326,15 @@ class ProgramDriver:
         """Watch all ranks until all have ended, or one has failed; return that one."""
         moved_at = time.monotonic()
         before: list[Movement] = []
+        looks = 0  # since a failure was seen
         while True:
             answers = self._poll()
             self.observer.collect()
             failed = [rank for rank, answer in enumerate(answers) if answer["code"]]
-            if failed:
+            unread = [answer for answer in answers if answer["code"] is None and answer["at"]]
+            # Another rank may have failed before, and answered before that, or has output to be read.
+            looks += bool(failed)
+            if looks > 1 and not unread:
                 # What the others say now, of connections that were reset, is in their logs.
                 first = min(failed, key=lambda rank: answers[rank]["at"])
                 self._show(first, answers[first]["output"])
@@ -318,7 +346,6 @@ class ProgramDriver:
             if all(answer["code"] == 0 for answer in answers):
                 return None
             if self.stop.requested:
-                say("stop     SIGTERM to all ranks, which may save and end")
                 self._end()
                 raise StopRequestedNow
             now = [
@@ -330,15 +357,20 @@ class ProgramDriver:
                 before, moved_at = now, time.monotonic()
             elif self.program.hang_timeout_s and idle_s > self.program.hang_timeout_s:
                 return self._hung(idle_s)
-            time.sleep(POLL_S)
+            if not unread and not failed:
+                time.sleep(POLL_S)
 
     def _poll(self) -> list[dict[str, Any]]:
         """Ask all ranks. Raises RayError where one is lost."""
-        refs = [actor.poll.remote(self._offsets[rank]) for rank, actor in enumerate(self.actors)]
+        refs = []
+        for rank, actor in enumerate(self.actors):
+            # The log of a node with a run folder of its own is copied, all of it.
+            shown = rank == 0 or self.program.tee == "all" or not self.facts[rank]["shares_run"]
+            refs.append(actor.poll.remote(self._offsets[rank], shown))
         answers: list[dict[str, Any]] = ray.get(refs)
         for rank, answer in enumerate(answers):
             data: bytes = answer["output"]
-            self._offsets[rank] += len(data)
+            self._offsets[rank] = answer["offset"]
             # What a node writes into a folder of its own would be missing beside the other logs.
             if data and not self.facts[rank]["shares_run"]:
                 with self.program.log(rank).open("ab") as log:
@@ -353,10 +385,16 @@ class ProgramDriver:
             *lines, self._shown[rank] = (self._shown[rank] + data).split(b"\n")
             text = "".join(f"[{rank}] {line.decode(errors='replace')}\n" for line in lines)
         elif rank == 0:
-            text = data.decode(errors="replace")
+            text = self._decoder.decode(data)  # which keeps a character that has not ended
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
+
+    def _show_rest(self) -> None:
+        """With tee all: show the last lines of ranks that have ended without a line break."""
+        for rank, line in enumerate(self._shown):
+            if line:
+                self._show(rank, b"\n")
 
     # Failures.
 
@@ -371,23 +409,40 @@ class ProgramDriver:
             elif -code == signal.SIGSEGV:
                 how = "was ended by SIGSEGV, a segmentation fault"
             return RankFailure(rank, how, 128 - code, answer["at"])
-        kind, message = self._error_of(rank)
+        kind, message = self._error_of(rank, code)
         how = f"ended with exit code {code}"
         if kind:
             how = f"raised {kind}: {message}" if message else f"raised {kind}"
         curable = kind not in INCURABLE and not (code == USAGE and not kind)
         return RankFailure(rank, how, code, answer["at"], curable)
 
-    def _error_of(self, rank: int) -> tuple[str, str]:
+    def _error_of(self, rank: int, code: int) -> tuple[str, str]:
         """Return class and message of the error that has ended a rank's program; "" if unknown."""
         report = read_json(self._error_file(rank)).get("message", {})
         extra = report.get("extraInfo", {}) if isinstance(report, dict) else {}
-        text = str(extra.get("py_callstack", "")).encode() or self._texts[rank]
+        text = str(extra.get("py_callstack", "")).encode()
+        # Python ends with 1 after an uncaught error. Before another code a program may
+        # have printed one that it did catch.
+        if not text and code == 1:
+            text = self._texts[rank]
         errors = TRACEBACK.findall(RANK_PREFIX.sub(b"", text))
         if not errors:
             return "", ""
         kind, message = errors[-1]
         return kind.decode(), message.decode(errors="replace")[:300]
+
+    def _lost(self, error: RayError) -> RankFailure:
+        """Describe how a rank's actor has ended, which takes its program along."""
+        actor = getattr(error, "actor_id", None)
+        ranks = [rank for rank, own in enumerate(self.actors) if own._actor_id.hex() == actor]
+        rank = ranks[0] if len(self.facts) == len(self.actors) and ranks else -1
+        if isinstance(error, OutOfMemoryError):
+            how = "was ended by Ray's memory monitor: its node was almost out of memory"
+        else:
+            lines = [line.strip() for line in str(error).splitlines()]
+            why = next((line for line in lines if line.startswith("The actor")), lines[0])
+            how = f"was lost with its node, or with Ray's process on it: {why[:300]}"
+        return RankFailure(rank, how, 1, time.time())
 
     def _hung(self, idle_s: float) -> RankFailure:
         """Collect the stacks of all ranks, end them, and say who is behind, and where each was."""
@@ -397,12 +452,9 @@ class ProgramDriver:
         time.sleep(1.0)
         places = []
         for of, answer in enumerate(self._poll()):
-            main_thread = answer["output"].rpartition(b"(most recent call first):")[
-                2
-            ]  # is the last
-            stack = re.search(rb'File "([^"]+)", line (\d+) in (\S+)', main_thread)
-            if stack:
-                file, line, name = (part.decode(errors="replace") for part in stack.groups())
+            found = CURRENT.search(answer["output"])
+            if found:
+                file, line, name = (part.decode(errors="replace") for part in found.groups())
                 places.append(f"rank {of} in {name} ({Path(file).name}:{line})")
         self._end()
         where = "; ".join([why, *places] if why else places) or "the stacks are in their logs"
@@ -452,7 +504,12 @@ class ProgramDriver:
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + self.program.grace_s
         while time.monotonic() < deadline:
-            if all(answer["code"] is not None for answer in self._poll()):
+            answers = self._poll()
+            # After a failure these are the errors that follow from it.
+            if self.stop.requested:
+                for rank, answer in enumerate(answers):
+                    self._show(rank, answer["output"])
+            if all(answer["code"] is not None for answer in answers):
                 return
             time.sleep(POLL_S / 2)
         self._signal(signal.SIGKILL)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.config import Config, make_config
+from nanoray.cli.parsers import Parser
+from nanoray.config import Config, make_config, refuse_unknown_key
 from nanoray.config.run import name_of_file
 from nanoray.errors import ConfigError
 from nanoray.own.settings import DEFAULTS
@@ -49,7 +50,11 @@ class ProgramCommand:
 
         besides: keys of the configuration that are no flags here.
         """
-        args = vars(build_parser().parse_args(argv))
+        known, unknown = build_parser().parse_known_args(argv)
+        if unknown:
+            flags = [*KEYS, *vars(known)]
+            refuse_unknown_key(unknown[0].partition("=")[0], flags, "nanoray run --help")
+        args = vars(known)
         words: list[str] = args["program"]
         kind = "module" if args["module"] else "script"
         if words[:1] == ["--"]:
@@ -82,7 +87,7 @@ class ProgramCommand:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags before the program."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "nanoray run",
         usage="nanoray run [flags] train.py [its arguments]\n"
         "       nanoray run [flags] -m package.module [its arguments]\n"
@@ -92,7 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for key in KEYS:
         about = Config.model_fields[key].description
-        parser.add_argument(f"--{key}", default=argparse.SUPPRESS, help=about)
+        action = "append" if key == "env" else "store"
+        parser.add_argument(f"--{key}", default=argparse.SUPPRESS, help=about, action=action)
     parser.add_argument(
         "--hang_timeout",
         type=float,
