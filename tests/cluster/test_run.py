@@ -258,8 +258,8 @@ def test_trace_sees_every_collective_of_a_script_that_knows_nothing_of_it(tmp_pa
     assert records[-1]["step"] == 3
     assert any("comm/busy_ms" in record for record in records)
     assert any(len(record["ranks"].get("mem/rss_gib", [])) == 2 for record in records)
-    for tool in ("report", "timeline", "faults"):
-        command = [sys.executable, "-m", "nanoray", tool, str(folder)]
+    for tool in ("report", "report timeline", "faults"):
+        command = [sys.executable, "-m", "nanoray", *tool.split(), str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
     page = (folder / "report.html").read_text()

@@ -142,7 +142,7 @@ class RunObserver:
             exposed = f"{comm['exposed_ms']:.1f} ms of it exposed ({comm['exposed_share']:.0f} %)"
             say(
                 f"trace    {comm['traced_steps']} steps: {comm['step_ms']:.1f} ms a step, "
-                f"collectives {comm['busy_ms']:.1f} ms, {exposed}; `nanoray timeline {self._folder}`"
+                f"collectives {comm['busy_ms']:.1f} ms, {exposed}; `nanoray report timeline {self._folder}`"
             )
 
     def _submit(self, work: Any, *args: Any) -> None:
