@@ -13,6 +13,7 @@ And a plain DDP script without anything of nanoray (peers/plain_ddp.py), with a 
 
     torchrun-script    torchrun --nproc-per-node W plain_ddp.py
     run                nanoray run plain_ddp.py                       on the same cluster
+    run-trace          nanoray run --trace plain_ddp.py               the same with its collectives noted
     run-init           nanoray run --ray_address local plain_ddp.py   with its own Ray
 
 The cluster is a Ray head of the benchmark's own, which idles beside every arm. The ranks of `ray`
@@ -77,7 +78,7 @@ TRACED: dict[str, Record] = {
     "always": {"_ranks": 2, "comm_trace": "always"},
 }
 ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
-ON_CLUSTER = {"ray", "torchtrainer", "run"}
+ON_CLUSTER = {"ray", "torchtrainer", "run", "run-trace"}
 WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
 # Of what follows the moment when rank 0 begins
 LAST = ("group_s", "model_s", "warm_up_s", "one_step_s")
@@ -390,6 +391,7 @@ def _add_targets(report: Report) -> None:
         ("run", "torchrun-script", FIRST, "<=", 0.85, ""),
         ("run-init", "torchrun-script", FIRST, "", 0.0, ""),
         ("run", "torchrun-script", STEP, "<=", 1.02, ""),
+        ("run-trace", "run", STEP, "<=", 1.02, ""),
         ("baseline", "engine", "compute: step", ">=", 1.05, ""),
         ("baseline", "engine-2", "compute: step", ">=", 0.95, ""),
         ("baseline-384", "engine-384", "compute: step", ">=", 1.0, ""),

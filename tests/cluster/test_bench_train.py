@@ -87,13 +87,13 @@ def test_a_plain_script_trains_in_the_same_way_under_torchrun_and_nanoray_run(
         text,
         tmp_path,
         "--arms",
-        "torchrun-script,run,run-init",
+        "torchrun-script,run,run-trace,run-init",
         "--workers",
         "2",
         "--device",
         "cpu",
     )
-    for arm in ("torchrun-script", "run", "run-init"):
+    for arm in SCRIPT_LAUNCHERS:
         assert 0 < rows[arm, train.FIRST]["median"] < rows[arm, train.WHOLE]["median"]
     assert rows["run / torchrun-script", train.STEP]["n"] == 1
     last = {rows[arm, METRICS["last_loss"][0]]["median"] for arm in ("torchrun-script", "run")}

@@ -27,6 +27,7 @@ from nanoray.host.interfaces import free_port
 SCRIPT_LAUNCHERS: dict[str, list[str] | None] = {
     "torchrun-script": None,
     "run": [],
+    "run-trace": ["--trace"],
     "run-init": [],
 }
 RECIPE_LAUNCHERS = ("plain", "torchrun", "ray", "ray-init", "torchtrainer", "torchtrainer-init")

@@ -22,8 +22,8 @@ import ray
 from nanoray.base.output import say
 from nanoray.host.gpus import gpu_usage
 from nanoray.host.host import resident_bytes
+from nanoray.launch.gauges import RayMetrics
 from nanoray.launch.program.counts import Counts, read_counts
-from nanoray.launch.recovery.gauges import RayMetrics
 from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
 
 if TYPE_CHECKING:

@@ -34,8 +34,9 @@ from nanoray.faults.progress import NOT_BEGUN, ProgressFile
 from nanoray.host.choose import require_compiler
 from nanoray.host.host import available_memory_bytes, resident_bytes
 from nanoray.launch.devices import bound_devices
+from nanoray.launch.gauges import RayMetrics
 from nanoray.launch.ray_compat import memory_threshold
-from nanoray.launch.recovery.gauges import MessageQueue, RayMetrics
+from nanoray.launch.recovery.messages import MessageQueue
 from nanoray.launch.recovery.rank_output import RankOutput
 from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.silence import DriverSilence

@@ -1,15 +1,13 @@
-"""What rank 0 reports while it trains: messages for the driver's console, and Ray metrics."""
+"""The gauges of a run in Ray's metrics, which Prometheus reads."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any
 
 from ray.util.metrics import Gauge
 
 from nanoray.base.metrics import METRICS
-from nanoray.train.track.observer import Observer
 
 HOLD_S = 1.0  # Ray exports a gauge every 10 s, but only if it was set since the last export
 
@@ -46,21 +44,3 @@ class RayMetrics:
             # A copy: the training thread may add a metric meanwhile.
             for name, value in list(self._newest.items()):
                 self._gauges[name].set(value, tags=self._tags)
-
-
-class MessageQueue(Observer):
-    """Keeps rank 0's notes, records and number of steps until the driver polls them, and sets the Ray metrics."""
-
-    def __init__(self, messages: deque[tuple[str, Any]], metrics: RayMetrics) -> None:
-        self._messages = messages
-        self._metrics = metrics
-
-    def on_length(self, steps: int) -> None:
-        self._messages.append(("length", steps))
-
-    def on_note(self, text: str) -> None:
-        self._messages.append(("note", text))
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        self._messages.append(("record", record))
-        self._metrics.set(record)
