@@ -12,7 +12,7 @@ from typing import Any
 
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
-from nanoray.faults.cause import FaultReport, read_reports
+from nanoray.faults.cause import outcome_of, read_reports
 
 
 def make_parser() -> Parser:
@@ -82,17 +82,17 @@ def _format_planned(event: dict[str, Any]) -> str:
 
 
 def _format_fault(event: dict[str, Any]) -> list[str]:
-    values = {key: event[key] for key in event if key not in ("event", "time", "monotonic")}
-    report = FaultReport(**values)
-    lines = [f"{_format_time(event)}  {report.cause:<9} {report.title}"]
-    lines += [f"            {line}" for line in report.log_tail[-3:]]
-    lines += [f"          then      {line}" for line in report.consequences]
-    if report.recovery == "none":
+    lines = [f"{_format_time(event)}  {event['cause']:<9} {event['title']}"]
+    lines += [f"            {line}" for line in event["log_tail"][-3:]]
+    lines += [f"          then      {line}" for line in event["consequences"]]
+    if event["recovery"] == "none":
         lines.append("          gave up")
-    elif report.recover_s is None:
+    elif not event["phase"]:
+        lines.append("          restart   all ranks started again")
+    elif event["recover_s"] is None:
         lines.append("          interrupted by the next fault, before a new step was completed")
     else:
-        lines.append(f"          {report.recovery:<9} {report.outcome()}")
+        lines.append(f"          {event['recovery']:<9} {outcome_of(event)}")
     return lines
 
 

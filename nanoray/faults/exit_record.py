@@ -94,6 +94,13 @@ def read(record: Path) -> dict[str, float | str | None]:
     return {}
 
 
+def record_of(code: int) -> dict[str, object]:
+    """Return what a record says of an exit code, which is minus the number of a signal."""
+    if code < 0:
+        return {"signal": signal.Signals(-code).name}
+    return {"exit_code": code}
+
+
 def boot_id() -> str:
     """Return the id of this host's boot: monotonic clocks can be compared within one boot only."""
     with suppress(OSError):
@@ -196,12 +203,7 @@ def _main(page: int, stat: int, when_ready: int, pid: int, path: str) -> None:
     # The status first: the parent may reap the process at any moment, and the status with it.
     record: dict[str, object] = {"pid": pid, "monotonic": time.monotonic()}
     with suppress(OSError):  # without a status, the record has only the time
-        status = _exit_status(stat, pidfd)
-        number = status & 0x7F
-        if number:
-            record["signal"] = signal.Signals(number).name
-        else:
-            record["exit_code"] = status >> 8
+        record |= record_of(os.waitstatus_to_exitcode(_exit_status(stat, pidfd)))
     record["oom"] = _was_oom(record, oom_kills)
     record["boot"] = boot_id()
 

@@ -56,10 +56,10 @@ def test_a_script_prints_what_it_prints_under_torchrun(
 @pytest.mark.parametrize(
     ("fault", "how"),
     [
-        ("kill", "was ended by SIGKILL"),
+        ("kill", "died: killed by SIGKILL"),
         pytest.param("segv", "a segmentation fault", marks=pytest.mark.full),
-        pytest.param("raise", "raised ValueError: a bad value", marks=pytest.mark.full),
-        pytest.param("exit", "ended with exit code 3", marks=pytest.mark.full),
+        pytest.param("raise", "failed: ValueError: a bad value", marks=pytest.mark.full),
+        pytest.param("exit", "exited with code 3", marks=pytest.mark.full),
         pytest.param("sleep", "rank 1 in misbehave (plain_ddp.py", marks=pytest.mark.full),
     ],
 )
@@ -70,8 +70,8 @@ def test_the_rank_that_failed_first_is_named_and_all_start_again(
     code, output = run(tmp_path, str(SCRIPT), "--fault", fault, flags=flags)
     assert code == 0, output
     (failure,) = failures(tmp_path)
-    assert how in str(failure["how"])
-    assert failure["rank"] == (0 if fault == "sleep" else 1)
+    assert how in str(failure["title"])
+    assert failure["rank"] == (-1 if fault == "sleep" else 1)
     assert "restart  1 of 3: all ranks" in output
     assert lines_of(output)[-1].startswith("end __main__")
 
@@ -79,9 +79,9 @@ def test_the_rank_that_failed_first_is_named_and_all_start_again(
 @pytest.mark.parametrize(
     ("words", "code", "how"),
     [
-        ((str(SCRIPT), "--fault", "import"), 1, "raised ModuleNotFoundError"),
-        pytest.param((str(SCRIPT), "--wrong"), 2, "exit code 2", marks=pytest.mark.full),
-        pytest.param(("-m", "no_such_module"), 1, "raised ", marks=pytest.mark.full),
+        ((str(SCRIPT), "--fault", "import"), 1, "failed: ModuleNotFoundError"),
+        pytest.param((str(SCRIPT), "--wrong"), 2, "exited with code 2", marks=pytest.mark.full),
+        pytest.param(("-m", "no_such_module"), 1, "failed: ", marks=pytest.mark.full),
     ],
 )
 def test_what_no_restart_can_cure_is_not_tried_again(
@@ -89,7 +89,7 @@ def test_what_no_restart_can_cure_is_not_tried_again(
 ) -> None:
     ended, output = run(tmp_path, *words)
     assert ended == code, output
-    assert how in str(failures(tmp_path)[-1]["how"])
+    assert how in str(failures(tmp_path)[-1]["title"])
     assert "restart  " not in output
 
 

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanoray.launch.program.driver import ProgramDriver, RankFailure, RankProgram
+from nanoray.faults.cause import Failure
+from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.rank import MOST_BYTES, ProgramRank
 
 
@@ -38,5 +39,5 @@ def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path)
     report = {"message": {"extraInfo": {"py_callstack": earlier}}}
     driver._error_file(0).write_text(json.dumps(report))
     assert driver._error_of(0) == ("ValueError", "earlier")
-    driver.failures.append(RankFailure(0, "raised ValueError: earlier", 1, 0.0))
+    driver.failures.append(Failure(0, "exception", "raised ValueError: earlier"))
     assert driver._error_of(0) == ("KeyError", "'later'")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -25,7 +25,17 @@ from nanoray.base.atomic import read_json
 from nanoray.base.output import say
 from nanoray.base.text import clock
 from nanoray.errors import PlacementError
-from nanoray.faults.plan import append_event
+from nanoray.faults import exit_record
+from nanoray.faults.cause import (
+    Failure,
+    FailureCollector,
+    Fault,
+    announce,
+    how_it_ended,
+    reason_to_give_up,
+    reports_lost_peer,
+    title_of,
+)
 from nanoray.host.interfaces import LOOPBACK
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.launch.program.rank import ProgramRank
@@ -33,9 +43,10 @@ from nanoray.launch.signals import Stop
 
 POLL_S = 0.1
 MOMENT_S = 0.2  # of CPU: more than a rank uses that only waits
-# What ends so soon after the start, in the same way, three times is not tried a fourth time.
+# From the first failure until all are known that happened at the same moment
+SETTLE_S = 2 * POLL_S
+# A failure so soon after the start says something of the program, if it comes again.
 AT_ONCE_S = 30.0
-SAME_AT_ONCE = 3
 # Errors of Python that come again at each start
 INCURABLE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
 USAGE = 2  # the exit code of a command line that argparse, absl or a shell refuses
@@ -64,16 +75,6 @@ class RankProgram:
         return self.folder / "logs" / f"rank{rank}.log"
 
 
-class RankFailure(NamedTuple):
-    """How a rank has failed."""
-
-    rank: int
-    how: str
-    code: int  # of the driver, if it gives up
-    at: float  # Unix seconds
-    curable: bool = True
-
-
 class StopRequestedNow(Exception):
     """A stop was requested while ranks were running, which have ended since."""
 
@@ -87,7 +88,7 @@ class ProgramDriver:
         self.stop = stop
         self.actors: list[Any] = []
         self.facts: list[dict[str, Any]] = []
-        self.failures: list[RankFailure] = []
+        self.failures: list[Failure] = []
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
         self._shown: list[bytes] = []  # with tee all: a line that has not ended
@@ -97,21 +98,27 @@ class ProgramDriver:
         try:
             while True:
                 begun = time.time()
-                failure = self._attempt()
-                if failure is None:
+                failures = self._attempt()
+                if not failures:
                     return 0
-                self.failures.append(failure)
-                reason = self.reason_to_give_up(begun)
-                self._report(failure, reason)
+                cause = failures[0]
+                if time.time() - begun > AT_ONCE_S:
+                    cause.signature = ""  # what went well for a while may do so again
+                self.failures.append(cause)
+                reason = reason_to_give_up(cause, self.failures, self.program.max_failures)
+                self._report(failures, reason)
                 if reason:
-                    return failure.code
+                    return cause.exit_code
         except StopRequestedNow:
             return self.stop.exit_code
         finally:
             self._close()
 
-    def _attempt(self) -> RankFailure | None:
-        """Start all ranks and watch them; return the first failure. Raises StopRequestedNow."""
+    def _attempt(self) -> list[Failure]:
+        """Start all ranks and watch them; return the failures, the cause first.
+
+        Raises StopRequestedNow.
+        """
         try:
             self._create()
             self._start()
@@ -119,9 +126,8 @@ class ProgramDriver:
         except RayError as error:
             self._close()
             line = " ".join(str(error).split())[:200]
-            return RankFailure(
-                -1, f"a node, or Ray's process on it, was lost: {line}", 1, time.time()
-            )
+            title = f"a node, or Ray's process on it, was lost: {line}"
+            return [Failure(-1, "node_lost", title, phase="", at=time.time())]
 
     # Start.
 
@@ -172,7 +178,9 @@ class ProgramDriver:
             }
             self._texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
-        ray.get(starts, timeout=START_TIMEOUT_S)
+        pids = ray.get(starts, timeout=START_TIMEOUT_S)
+        for facts, pid in zip(self.facts, pids, strict=True):
+            facts["pid"] = pid
 
     def variables_of(self, rank: int) -> dict[str, str]:
         """Return what torchrun would tell a rank, and the devices of its node."""
@@ -210,24 +218,27 @@ class ProgramDriver:
 
     # Watch.
 
-    def _watch(self) -> RankFailure | None:
-        """Watch all ranks until all have ended, or one has failed; return that one."""
+    def _watch(self) -> list[Failure]:
+        """Watch all ranks until all have ended, or some failed; return how, the cause first."""
         moved_at = time.monotonic()
         before: list[tuple[int, float]] = []
+        collector = FailureCollector(range(len(self.actors)), False, SETTLE_S, SETTLE_S)
         while True:
             answers = self._poll()
-            failed = [rank for rank, answer in enumerate(answers) if answer["code"]]
-            if failed:
-                # What the others say now, of connections that were reset, is in their logs.
-                first = min(failed, key=lambda rank: answers[rank]["at"])
-                self._show(first, answers[first]["output"])
-                failure = self._failure_of(first, answers[first])
+            for rank in collector.silent:
+                answer = answers[rank]
+                if answer["code"] is not None:
+                    failure = self._failure_of(rank, answer) if answer["code"] else None
+                    collector.ended(rank, failure, time.monotonic())
+                # What a rank says after the first failure, of connections that were reset, is in
+                # its log.
+                if not collector.failures or collector.failures[0].rank == rank:
+                    self._show(rank, answer["output"])
+            if collector.complete(time.monotonic()):
+                if not collector.failures:
+                    return []
                 self._end()
-                return failure
-            for rank, answer in enumerate(answers):
-                self._show(rank, answer["output"])
-            if all(answer["code"] == 0 for answer in answers):
-                return None
+                return [collector.cause, *collector.others]
             if self.stop.requested:
                 say("stop     SIGTERM to all ranks, which may save and end")
                 self._end()
@@ -238,7 +249,7 @@ class ProgramDriver:
             if not before or self._moves(before, now):
                 before, moved_at = now, time.monotonic()
             elif self.program.hang_timeout_s and idle_s > self.program.hang_timeout_s:
-                return self._hung(idle_s)
+                return [self._hung(idle_s)]
             time.sleep(POLL_S)
 
     def _moves(self, before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]) -> bool:
@@ -271,23 +282,38 @@ class ProgramDriver:
 
     # Failures.
 
-    def _failure_of(self, rank: int, answer: dict[str, Any]) -> RankFailure:
+    def _failure_of(self, rank: int, answer: dict[str, Any]) -> Failure:
         """Describe how a rank's program has ended."""
         code: int = answer["code"]
-        if code < 0:
-            name = signal.Signals(-code).name
-            how = f"was ended by {name}"
-            if answer["oom"]:
-                how = "was killed by the kernel: its cgroup was out of memory"
-            elif -code == signal.SIGSEGV:
-                how = "was ended by SIGSEGV, a segmentation fault"
-            return RankFailure(rank, how, 128 - code, answer["at"])
-        kind, message = self._error_of(rank)
-        how = f"ended with exit code {code}"
+        record = exit_record.record_of(code) | {"oom": answer["oom"]}
+        cause, verb, how = how_it_ended(record)
+        exit_code = 128 - code if code < 0 else code
+        curable = code != USAGE
+        kind, message = self._error_of(rank) if code > 0 else ("", "")
         if kind:
-            how = f"raised {kind}: {message}" if message else f"raised {kind}"
-        curable = kind not in INCURABLE and not (code == USAGE and not kind)
-        return RankFailure(rank, how, code, answer["at"], curable)
+            cause, verb = "exception", "failed"
+            how = f"{kind}: {message}" if message else kind
+            curable = kind not in INCURABLE
+            if reports_lost_peer({kind.rpartition(".")[2]}, message):
+                cause = "peer_lost"
+        return Failure(
+            rank,
+            cause,
+            title_of(rank, self.facts[rank], verb, how),
+            phase="",
+            detail=self._tail(rank),
+            retry=curable,
+            exit_code=exit_code,
+            signature=how,
+            facts=self.facts[rank],
+            exit_record=record,
+            at=answer["at"],
+        )
+
+    def _tail(self, rank: int) -> str:
+        """Return the last lines of a rank's output."""
+        text = self._texts[rank].decode(errors="replace")
+        return "\n".join(text.splitlines()[-LINES_SHOWN:])
 
     def _error_of(self, rank: int) -> tuple[str, str]:
         """Return class and message of the error that has ended a rank's program; "" if unknown."""
@@ -300,7 +326,7 @@ class ProgramDriver:
         kind, message = errors[-1]
         return kind.decode(), message.decode(errors="replace")[:300]
 
-    def _hung(self, idle_s: float) -> RankFailure:
+    def _hung(self, idle_s: float) -> Failure:
         """Collect the stacks of all ranks, end them, and say where each was."""
         for actor in self.actors:
             actor.show_stacks.remote()
@@ -313,43 +339,24 @@ class ProgramDriver:
                 places.append(f"rank {rank} in {name} ({Path(file).name}:{line})")
         self._end()
         where = "; ".join(places) or "the stacks are in their logs"
-        how = f"did not move, as no other rank did, for {idle_s:.0f} s: {where}"
-        return RankFailure(0, how, 1, time.time())
+        title = f"no rank made progress for {idle_s:.0f} s, and all were ended: {where}"
+        # Which rank the others waited for is not known.
+        return Failure(-1, "hung", title, phase="", signature=where, at=time.time())
 
-    def reason_to_give_up(self, begun: float) -> str:
-        """Return why the newest failure is not followed by another try; "" if it is."""
-        failure = self.failures[-1]
-        if not failure.curable:
-            return "a restart would fail in the same way"
-        if len(self.failures) > self.program.max_failures:
-            return f"max_failures = {self.program.max_failures}"
-        last = self.failures[-SAME_AT_ONCE:]
-        is_same = len(last) == SAME_AT_ONCE and len({f.how for f in last}) == 1
-        if is_same and failure.at - begun < AT_ONCE_S:
-            return f"the same failure at once, {SAME_AT_ONCE} times"
-        return ""
-
-    def _report(self, failure: RankFailure, reason: str) -> None:
-        """Print a failure and what follows, and write it into faults.jsonl."""
-        name = "a rank"
-        if failure.rank >= 0:
-            facts = self.facts[failure.rank]
-            device = ",".join(facts["devices"]) or "cpu"
-            name = f"rank {failure.rank} on {facts['ip']} ({device})"
-            tail = self._texts[failure.rank].decode(errors="replace").splitlines()[-LINES_SHOWN:]
-            if failure.rank != 0 and self.program.tee != "all":
-                say("\n".join(["", *(f"    {line}" for line in tail)]))
-        say(f"\nfailure  {name} {failure.how}")
-        values = {"rank": failure.rank, "how": failure.how, "exit_code": failure.code}
-        with suppress(OSError):
-            append_event(self.program.folder / "faults.jsonl", "failure", values)
+    def _report(self, failures: list[Failure], reason: str | None) -> None:
+        """Print a fault and what follows, and write it into faults.jsonl."""
+        cause, *others = failures
+        # What rank 0 prints is on the console already.
+        is_shown = cause.rank == 0 or self.program.tee == "all"
+        consequences = announce(cause, others, with_detail=not is_shown)
+        fault = Fault(cause, consequences, len(self.failures) - 1, self.place.workers)
+        fault.recovery = "none" if reason else "restart"
+        fault.write(self.program.folder)
         if reason:
             say(f"stop     {reason}; logs: {self.program.folder / 'logs'}")
-        else:
-            left = f"{len(self.failures)} of {self.program.max_failures}"
-            say(
-                f"restart  {left}: all ranks, {clock(time.time() - failure.at)} after the failure\n"
-            )
+            return
+        tries = f"{len(self.failures)} of {self.program.max_failures}"
+        say(f"restart  {tries}: all ranks, {clock(time.time() - cause.at)} after the failure\n")
 
     # End.
 

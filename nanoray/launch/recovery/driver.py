@@ -108,7 +108,7 @@ class Driver:
                     stage = self._take(step)  # which may begin a new RunState
                     self.at.stage = stage
         finally:
-            if self.faults.recovery:
+            if self.faults.present:
                 self.faults.close("none")
             if self.at.group:
                 self.at.group.end()
@@ -308,7 +308,7 @@ class Driver:
         outcome = self.at.outcome
         assert outcome is not None
         reached("finished")
-        if self.faults.recovery:  # the run ended before it completed another step
+        if self.faults.present:  # the run ended before it completed another step
             self.faults.close_as_recovered()
 
         assert self.at.collector
@@ -348,7 +348,7 @@ class Driver:
         saved = ""
         if outcome and "step" in outcome:
             saved = f" Saved at step {outcome['step']}."
-        if self.faults.recovery:
+        if self.faults.present:
             self.faults.close("none")
         cause = self.faults.causes[-1]
         failure_code = 1 if cause.retry else cause.exit_code
