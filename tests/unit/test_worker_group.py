@@ -409,7 +409,7 @@ def test_many_ranks_answer_less_often(
     ("record", "cause", "how"),
     [
         ({"signal": "SIGKILL", "oom": False}, "killed", "killed by SIGKILL"),
-        ({"signal": "SIGSEGV", "oom": False}, "killed", "killed by SIGSEGV"),
+        ({"signal": "SIGBUS", "oom": False}, "killed", "killed by SIGBUS"),
         (
             {"signal": "SIGKILL", "oom": True},
             "out_of_memory",

@@ -230,9 +230,9 @@ class ProgramDriver:
                 if answer["code"] is not None:
                     failure = self._failure_of(rank, answer) if answer["code"] else None
                     collector.ended(rank, failure, time.monotonic())
-                # What a rank says after the first failure, of connections that were reset, is in
-                # its log.
-                if not collector.failures or collector.failures[0].rank == rank:
+            # What the others say after a failure, of connections that were reset, is in their logs.
+            for rank, answer in enumerate(answers):
+                if not collector.failures or rank == collector.cause.rank:
                     self._show(rank, answer["output"])
             if collector.complete(time.monotonic()):
                 if not collector.failures:
