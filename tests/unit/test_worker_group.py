@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -439,7 +438,7 @@ def test_how_a_process_died(
             "boot": exit_record.boot_id(),
             "monotonic": 1.0,
         } | record
-        run.spec.exit_record(1).write_text(json.dumps(record))
+        exit_record.write(run.spec.progress(1), record)
     group.event_at = run.ray.time.now
     result, failure = read_result(group, dead(ActorDiedError()), 1)
     assert result is None

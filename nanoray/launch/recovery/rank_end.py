@@ -76,7 +76,7 @@ def how_newcomer_died(group: WorkerGroup, slot: int, error: RayError) -> str:
     if isinstance(error, OutOfMemoryError):
         return BY_MONITOR
     # Its pid is not known; that of the process before it is.
-    record = exit_record.read(group.spec.exit_record(slot))
+    record = exit_record.read(group.spec.progress(slot))
     if record.get("oom") and record["pid"] != group.facts[slot]["pid"]:
         return BY_KERNEL
     return first_line(error)
@@ -167,7 +167,7 @@ def _exit_record(group: WorkerGroup, slot: int, record_by: float) -> dict[str, A
     """Return how the process ended, waiting for its record; empty if none is written."""
     clock = group.pool.clock
     while True:
-        record = exit_record.read(group.spec.exit_record(slot))
+        record = exit_record.read(group.spec.progress(slot))
         # A record with another pid is of an earlier process in this slot.
         if record.get("pid") == group.facts[slot]["pid"]:
             return record
