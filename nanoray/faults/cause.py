@@ -1,7 +1,7 @@
 """Find the failure that caused the others, and report what recovery cost. Nothing here needs Ray.
 
     events of n ranks (ended, set_waiting) ─► FailureCollector ─► cause, consequences
-                                                                ─► Fault ─► faults.jsonl
+                                                                ─► FaultReport ─► faults.jsonl
 
 A rank that dies makes the others fail: their collectives raise a moment later, and sometimes the
 driver receives those errors first. So the driver collects failures for a short time and then ranks
@@ -76,7 +76,7 @@ class Failure:
 
 
 @dataclass
-class Fault:
+class FaultReport:
     """A fault of a run: the failure that caused it, what followed, and what recovery has cost."""
 
     cause: Failure

@@ -14,7 +14,7 @@ from nanoray.faults.cause import (
     MAX_CONSEQUENCES,
     Failure,
     FailureCollector,
-    Fault,
+    FaultReport,
     consequences_of,
     how_it_ended,
     read_reports,
@@ -25,7 +25,7 @@ from nanoray.faults.cause import (
 
 def test_a_base_that_is_not_known_yet_says_nothing_of_repeated_steps() -> None:
     """Until its group is built a rank's base is that of another group, or none."""
-    recovery = Fault(failure(0), [], 0, 1, completed=39)
+    recovery = FaultReport(failure(0), [], 0, 1, completed=39)
     assert not recovery.update(40, -1, False)
     assert recovery.base is None
     assert recovery.update(41, 39, False)
@@ -261,7 +261,7 @@ def test_a_report_is_a_line_and_a_story(tmp_path: Path, capsys: pytest.CaptureFi
         facts={"pid": 42, "node": "n1", "ip": "10.0.0.1", "devices": []},
         exit_record={"signal": "SIGKILL"},
     )
-    report = Fault(cause, consequences_of([failure(0, "peer_lost")]), attempt=0, world_size=2)
+    report = FaultReport(cause, consequences_of([failure(0, "peer_lost")]), attempt=0, world_size=2)
     report.recovery, report.detect_s, report.recover_s, report.steps_repeated = (
         "in_place",
         0.02,

@@ -29,7 +29,7 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import (
     Failure,
     FailureCollector,
-    Fault,
+    FaultReport,
     announce,
     how_it_ended,
     reason_to_give_up,
@@ -349,7 +349,7 @@ class ProgramDriver:
         # What rank 0 prints is on the console already.
         is_shown = cause.rank == 0 or self.program.tee == "all"
         consequences = announce(cause, others, with_detail=not is_shown)
-        fault = Fault(cause, consequences, len(self.failures) - 1, self.place.workers)
+        fault = FaultReport(cause, consequences, len(self.failures) - 1, self.place.workers)
         fault.recovery = "none" if reason else "restart"
         fault.write(self.program.folder)
         if reason:

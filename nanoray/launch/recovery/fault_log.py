@@ -13,7 +13,7 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import (
     Failure,
     FailureCollector,
-    Fault,
+    FaultReport,
     announce,
     outcome_of,
     without_progress,
@@ -30,7 +30,7 @@ class FaultLog:
     def __init__(self, folder: Path, max_failures: int, clock: Any = time) -> None:
         self.max_failures = max_failures
         self.causes: list[Failure] = []  # one per fault, oldest first
-        self.present: Fault | None = None
+        self.present: FaultReport | None = None
         self._folder = folder
         self._clock = clock
 
@@ -53,7 +53,9 @@ class FaultLog:
         for position in positions:
             completed.append(Failure(0, "killed", "", *position).completed)
         known_at = collector.first_failure_at
-        self.present = Fault(cause, consequences, attempt, world_size, known_at, max(completed))
+        self.present = FaultReport(
+            cause, consequences, attempt, world_size, known_at, max(completed)
+        )
 
         boot = cause.exit_record.get("boot")
         if cause.cause == "hung":
