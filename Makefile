@@ -1,6 +1,7 @@
 # make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make test-versions |
 # make lint | make compile | make bench | make bench-gpu | make bench-gpu-bundle.
-# Each but the last two sets up .venv first; the second time that takes no time.
+# Each but the last two sets up .venv first, `make train` without what only contributors need; the second time that
+# takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
@@ -8,12 +9,15 @@ PY := .venv/bin/python
 # For bench-gpu: the first Python that has torch.
 GPU_PYTHON ?= $(shell for p in python3 .venv/bin/python python; do \
 	"$$p" -c 'import sys, importlib.util as u; sys.exit(u.find_spec("torch") is None)' 2>/dev/null && echo "$$p" && break; done)
-# The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
-STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
+# A stamp's name holds what the environment depends on: this folder, the pins and the interpreter. What trains needs half
+# of the packages: the tests, the benchmarks' peers and the tools of contributors come when they are first needed.
+HASH := $(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
+CORE := .venv/core-$(HASH)
+STAMP := .venv/installed-$(HASH)
 
 .PHONY: train test test-all test-fast test-gpu test-kube test-versions lint bench bench-gpu bench-gpu-bundle docs site setup compile clean
 
-train: setup
+train: $(CORE)
 	@$(PY) examples/train_shakespeare.py $(ARGS)
 
 # A file each at a time: tests of one file share runs and ranks. In the order of the folders, because cluster/ has the
@@ -116,14 +120,17 @@ COMPILE = echo "compiling what a run imports, by a run of two steps ..."; runs=$
 	PYTHONDONTWRITEBYTECODE= timeout 300 $(PY) -m nanoray.launch $(FIRST_RUN) --data_dir "$$runs" --out_dir "$$runs" \
 		> "$$runs/output" 2>&1 || tail -n 1 "$$runs/output"; \
 	rm -rf "$$runs"
-$(STAMP):
+$(CORE):
 	@test -n "$(PYTHON)" || { echo "nanoray needs Python 3.10 to 3.13 on the PATH; or: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv with $$("$(PYTHON)" -V) (once; minutes on a slow line) ..."
 	@$(VENV)
 	@$(GET_UV)
 	@$(call INSTALL,setuptools)
-	@$(call INSTALL,--no-build-isolation -e ".[dev]")
+	@$(call INSTALL,--no-build-isolation -e .)
 	@if [ -n "$$PYTHONDONTWRITEBYTECODE" ]; then $(COMPILE); fi
+	@touch $@
+$(STAMP): $(CORE)
+	@$(call INSTALL,--no-build-isolation -e ".[dev]")
 	@touch $@
 
 clean:

@@ -38,7 +38,7 @@ def _temporary_folder() -> None:
     """Give the session a TMPDIR of its own, which goes with it.
 
     Packages and agents leave folders behind: wandb when it is imported, torchrun for its ranks'
-    logs, a browser. The workers of pytest-xdist use their controller's, which ends last. Its path
+    logs. The workers of pytest-xdist use their controller's, which ends last. Its path
     is short: sockets lie below it, and a socket's path has at most 107 characters.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -285,7 +285,7 @@ class TrainingProcess:
 
         # Each launcher logs the loss of a rank in its own format, with the wall clock of this
         # host.
-        if arm == "torchrun":
+        if arm in ("torchrun", "torchrun-script"):
             year = datetime.fromtimestamp(killed).year
             lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
             matches = [TORCHRUN_SAW.match(line) for line in lines]
@@ -300,6 +300,9 @@ class TrainingProcess:
             moments = [
                 datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp() for text in times
             ]
+        elif arm == "run":
+            paths = self.folder.glob("launcher/*/faults.jsonl")
+            moments = [event["time"] for path in paths for event in read_json_lines(path)]
         else:
             # nanoray's driver measures it itself
             for path in self.folder.glob("*/faults.jsonl"):
@@ -332,7 +335,9 @@ class TrainingProcess:
         roots = {str(starter)}
         if self.head:
             roots.add(str(self.head.process.pid))
-        if session not in roots and parent != str(starter):  # torchrun gives each rank a session
+        # Torchrun and the actors of `nanoray run` give each rank a session.
+        above = stat_of(int(parent))
+        if session not in roots and parent != str(starter) and (not above or above[3] not in roots):
             return None
         self._seen[pid] = stat[19]
         return pid

@@ -9,6 +9,11 @@
     torchft_defaults  the same, with the lighthouse of Ray's own example, which notices a loss after 5 s
     torchrun      torchrun --max-restarts ... -m nanoray.train
 
+And a plain DDP script with checkpoints of its own (peers/plain_ddp.py), all of whose ranks start again:
+
+    run              nanoray run plain_ddp.py                      in processes that have imported torch
+    torchrun-script  torchrun --max-restarts ... plain_ddp.py
+
 Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given
 steps, late enough for a spare to be warm. All arms of a round lose the same rank after the same
 step. Part two: one longer run per arm, in which kills arrive by a Poisson process, the same moments
@@ -28,7 +33,7 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
-from nanoray.bench.harness.launchers import SAME_LOSS, command
+from nanoray.bench.harness.launchers import SAME_LOSS, command, script_command
 from nanoray.bench.harness.plan import (
     BenchPlan,
     add_arms_flag,
@@ -36,6 +41,7 @@ from nanoray.bench.harness.plan import (
     chosen,
     planned,
     rotated,
+    words,
 )
 from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Report, say
@@ -66,7 +72,11 @@ TORCHFT = "torchft"
 TORCHFT_DEFAULTS = "torchft_defaults"
 ON_TORCHFT = {TORCHFT: {}, TORCHFT_DEFAULTS: {PEER_LIGHTHOUSE: "defaults"}}  # arm -> environment
 TORCHRUN = "torchrun"
-ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHFT_DEFAULTS, TORCHRUN)
+RUN = "run"
+TORCHRUN_SCRIPT = "torchrun-script"
+OF_SCRIPT = (RUN, TORCHRUN_SCRIPT)
+WITHOUT_RAY = (TORCHRUN, TORCHRUN_SCRIPT)
+ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHFT_DEFAULTS, TORCHRUN, *OF_SCRIPT)
 QUARTILES = "quartiles"
 STANDSTILL = "standstill"
 NOTICED = "of it: until noticed"
@@ -76,6 +86,8 @@ HITS = "kills that hit"
 REDONE = "steps repeated, all kills"
 # The target: a kill costs TorchTrainer this many times as much as recovery in place
 TIMES_FASTER = 5.0
+# And a kill of a plain script's rank costs `nanoray run` this part of what it costs torchrun
+PART_OF_TORCHRUN = 0.5
 MAX_FAILURES = 1000
 ENDLESS = 10**6  # steps of a run that is ended by us
 WARM_STEPS = 50  # of a run under a plan of kills before anything is counted
@@ -84,6 +96,19 @@ CLEAN_SHARE = 6  # the time with kills, in multiples of the time without
 
 def start(plan: BenchPlan, arm: str, steps: int, name: str) -> TrainingProcess:
     """Start a run of an arm, on the plan's head. Leaving its `with` block ends it."""
+    folder = plan.folder / name
+    if arm in OF_SCRIPT:
+        argv = script_command(
+            arm,
+            plan.slots.workers,
+            plan.args.device,
+            words({"max_steps": steps, "checkpoint_every": plan.args.checkpoint_every}),
+            plan.address,
+            folder,
+            python_in(plan.folder),
+            restarts=MAX_FAILURES,
+        )
+        return TrainingProcess(argv, plan.env, folder, plan.head)
     flags = {
         "max_steps": steps,
         "log_every": 1,
@@ -100,7 +125,7 @@ def start(plan: BenchPlan, arm: str, steps: int, name: str) -> TrainingProcess:
         # torchrun's own flags must come before `-m nanoray.train`.
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
     env = plan.env | ON_TORCHFT.get(arm, {})
-    return TrainingProcess(argv, env, plan.folder / name, plan.head)
+    return TrainingProcess(argv, env, folder, plan.head)
 
 
 def _starter_of(arm: str) -> str:
@@ -134,7 +159,7 @@ def _times_faster(report: Report, arm: str, spread: str) -> str:
 
 
 def _colour_of(arm: str) -> str:
-    return "#2e86c1" if arm in ON_NANORAY else "0.6"
+    return "#2e86c1" if arm in ON_NANORAY or arm == RUN else "0.6"
 
 
 def _draw_standstills(axes: Any, report: Report) -> None:
@@ -267,7 +292,7 @@ class RecoveryBenchmark(Benchmark):
                 between = f"one SIGKILL between steps {first} and {last}, seed {args.seed}"
                 report.conditions["kills"] = f"{kills} round(s) of {args.steps} steps, {between}"
             if kills or window_s:
-                plan.start_head([arm for arm in arms if arm != TORCHRUN], stack)
+                plan.start_head([arm for arm in arms if arm not in WITHOUT_RAY], stack)
             if kills:
                 _measure_standstills(plan, (first, last))
             if window_s:
@@ -299,8 +324,11 @@ def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
 def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
     """Kill a rank of every arm once per round, and add the rows."""
 
-    # Losses of a run without kills, which every later run must repeat.
-    reference = _train_reference(plan)
+    # Losses of runs without kills, which every later run must repeat.
+    scripts = [arm for arm in plan.arms if arm in OF_SCRIPT]
+    recipes = [arm for arm in plan.arms if arm not in OF_SCRIPT]
+    of_script = _train_reference(plan, scripts)
+    of_recipe = _train_reference(plan, recipes)
 
     found: dict[str, list[MeasuredFault]] = {arm: [] for arm in plan.arms}
     rounds = plan.args.kills
@@ -312,6 +340,7 @@ def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
             for arm in rotated(plan.arms, turn):
                 if arm in plan.broken:
                     continue
+                reference = of_script if arm in OF_SCRIPT else of_recipe
                 try:
                     kill = _kill_once(plan, arm, turn, whom, reference)
                 except ChildFailed as error:
@@ -325,18 +354,18 @@ def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
                 )
 
 
-def _train_reference(plan: BenchPlan) -> dict[int, float]:
-    """Return step -> loss of a run without kills, by the first arm that completes one."""
-    for arm in plan.arms:
+def _train_reference(plan: BenchPlan, arms: list[str]) -> dict[int, float]:
+    """Return step -> loss of a run without kills, by the first of these arms that completes one."""
+    for arm in arms:
         if arm in plan.broken:
             continue
         try:
-            with start(plan, arm, plan.args.steps, "reference") as run:
+            with start(plan, arm, plan.args.steps, f"reference-{arm}") as run:
                 run.finish(plan.args.timeout_s)
                 return run.losses()
         except ChildFailed as error:
             plan.fail(arm, error)
-            shutil.rmtree(plan.folder / "reference")
+            shutil.rmtree(plan.folder / f"reference-{arm}")
     return {}
 
 
@@ -460,8 +489,11 @@ def _train_under_kills(
 
 def _add_targets(report: Report) -> None:
     """Add the ratios to TorchTrainer, paired by round, and the target."""
+    of_run = report.compare(RUN, TORCHRUN_SCRIPT, STANDSTILL, "of torchrun's")
+    if of_run:
+        report.add_target(f"{STANDSTILL}, {of_run.arm}", of_run, "<=", PART_OF_TORCHRUN)
     for arm in ARMS:
-        if arm == PEER:
+        if arm == PEER or arm in OF_SCRIPT:
             row = None
         else:
             row = report.compare(PEER, arm, STANDSTILL, f"how many times faster {arm} is")

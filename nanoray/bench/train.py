@@ -9,6 +9,12 @@ Launchers, each running the same recipe with the same seed, round by round in ro
     torchtrainer       Ray Train's TorchTrainer around nanoray's recipe (peers/ray_train.py), on the same cluster
     torchtrainer-init  the same with its own Ray
 
+And a plain DDP script without anything of nanoray (peers/plain_ddp.py), with a recipe of its own:
+
+    torchrun-script    torchrun --nproc-per-node W plain_ddp.py
+    run                nanoray run plain_ddp.py                       on the same cluster
+    run-init           nanoray run --ray_address local plain_ddp.py   with its own Ray
+
 The cluster is a Ray head of the benchmark's own, which idles beside every arm. The ranks of `ray`
 and `torchrun` run the same loop and write the same files; under Ray they also answer the driver's
 questions and send it records and log lines. The cost of that traffic is the ratio of the two in CPU
@@ -37,10 +43,12 @@ from nanoray.bench.harness.launchers import (
     METRICS,
     NOT_LOGGED,
     SAME_LOSS,
+    SCRIPT_LAUNCHERS,
     TOO_SHORT,
     Moments,
     command,
     run_once,
+    script_command,
 )
 from nanoray.bench.harness.plan import (
     BenchPlan,
@@ -49,6 +57,7 @@ from nanoray.bench.harness.plan import (
     chosen,
     planned,
     rotated,
+    words,
 )
 from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Record, Report, say
@@ -68,7 +77,7 @@ TRACED: dict[str, Record] = {
     "always": {"_ranks": 2, "comm_trace": "always"},
 }
 ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
-ON_CLUSTER = {"ray", "torchtrainer"}
+ON_CLUSTER = {"ray", "torchtrainer", "run"}
 WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
 # Of what follows the moment when rank 0 begins
 LAST = ("group_s", "model_s", "warm_up_s", "one_step_s")
@@ -246,15 +255,26 @@ def _measure_launchers(plan: BenchPlan) -> None:
             for arm in rotated(arms, turn):
                 if arm in plan.broken:
                     continue
-                argv = command(
-                    arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder)
-                )
+                folder = plan.folder / f"{arm}-{turn}"
+                python = python_in(plan.folder)
+                if arm in SCRIPT_LAUNCHERS:
+                    argv = script_command(
+                        arm,
+                        plan.slots.workers,
+                        plan.args.device,
+                        words({"max_steps": steps}),
+                        plan.address,
+                        folder,
+                        python,
+                    )
+                else:
+                    argv = command(arm, plan.slots.workers, recipe, plan.address, python)
                 head = plan.head if arm in ON_CLUSTER else None
                 try:
                     run = run_once(
                         argv,
                         plan.env,
-                        plan.folder / f"{arm}-{turn}",
+                        folder,
                         plan.args.timeout_s,
                         steps,
                         head,
@@ -285,12 +305,14 @@ def _add_launcher_rows(plan: BenchPlan, found: dict[str, list[Moments]]) -> None
                     reason = TOO_SHORT if unit == "ms" else NOT_LOGGED
                 plan.add(arm, metric, unit, values, skipped=reason)
 
-    # All launchers train the same recipe with the same seed, so their losses must agree.
+    # All launchers train the same recipe, or the same script, with the same seed, so their losses
+    # must agree.
     last = {
         arm: runs[-1].last_loss for arm, runs in found.items() if runs and arm not in plan.broken
     }
     for arm, loss in last.items():  # wrong results, fast, are no results
-        reference = next(iter(last.values()))
+        same = [other for other in last if (other in SCRIPT_LAUNCHERS) == (arm in SCRIPT_LAUNCHERS)]
+        reference = last[same[0]]
         if abs(loss - reference) > SAME_LOSS * abs(reference):
             plan.report.failures.append(
                 f"{arm}: wrong: loss {loss:.4f} after {plan.args.steps} steps, others {reference:.4f}"
@@ -365,6 +387,9 @@ def _add_targets(report: Report) -> None:
         ("ray", "torchrun", FIRST, "<=", 1.0, ""),
         ("ray", "torchtrainer", FIRST, "<=", 0.35, ""),
         ("ray-init", "torchtrainer-init", FIRST, "", 0.0, ""),
+        ("run", "torchrun-script", FIRST, "<=", 0.85, ""),
+        ("run-init", "torchrun-script", FIRST, "", 0.0, ""),
+        ("run", "torchrun-script", STEP, "<=", 1.02, ""),
         ("baseline", "engine", "compute: step", ">=", 1.05, ""),
         ("baseline", "engine-2", "compute: step", ">=", 0.95, ""),
         ("baseline-384", "engine-384", "compute: step", ">=", 1.0, ""),

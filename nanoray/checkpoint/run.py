@@ -36,7 +36,6 @@ from weakref import WeakValueDictionary
 
 from nanoray import __version__
 from nanoray.base.atomic import json_mapping, replace_text, write_json
-from nanoray.base.clock import seconds_since
 from nanoray.base.environment import working_folder
 from nanoray.base.script_errors import exit_code_after
 from nanoray.config import Config
@@ -325,7 +324,7 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "samples_per_sec": outcome.get("samples_per_sec"),
         "step_ms": outcome.get("step_ms"),
         "first_step_s": outcome.get("first_step_s"),
-        "total_s": round(seconds_since(spec.started), 3),
+        "total_s": round(time.time() - spec.started, 3),
         "world_size": outcome.get("world_size"),
         "backend": outcome.get("backend"),
         "backend_reason": outcome.get("backend_reason"),

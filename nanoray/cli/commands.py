@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from nanoray.base.clock import unix_time
 from nanoray.base.output import as_command, lasting_output, say_error
 from nanoray.cli.flags import Loaded, parse_args
 from nanoray.cli.help import Page
@@ -27,7 +27,7 @@ def run_command(
 
     elsewhere: another machine will load the configuration, and have the files that it names.
     """
-    started = unix_time()
+    started = time.time()
     words = sys.argv[1:] if argv is None else argv
     return exit_code_of(lambda: run(parse_args(words, prog, about, None, elsewhere), started))
 

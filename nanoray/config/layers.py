@@ -83,10 +83,9 @@ def load_config(
     file: str | None = None,
     preset: str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    elsewhere: bool = False,
 ) -> Config:
     """Return the configuration of load_settings, for those who do not ask where it comes from."""
-    return load_settings(file, preset, overrides, elsewhere=elsewhere).config
+    return load_settings(file, preset, overrides).config
 
 
 def load_settings(

@@ -20,7 +20,7 @@ from typing import Any
 from nanoray.base.atomic import read_json_lines
 from nanoray.base.output import say
 from nanoray.faults.plan import append_event
-from nanoray.faults.progress import AFTER_UPDATE, UNKNOWN
+from nanoray.faults.progress import AFTER_UPDATE, SCRIPT, UNKNOWN
 
 # What can end a rank -> how close that is to the root cause (lower is closer).
 CAUSES = {
@@ -157,8 +157,9 @@ def outcome_of(record: Mapping[str, Any]) -> str:
         parts.append(f"detected in {record['detect_s']:.2f} s")
     parts.append(f"training again after {record['recover_s'] or 0.0:.2f} s")
     repeated = record["steps_repeated"]
-    noun = "step" if repeated == 1 else "steps"
-    parts.append(f"{repeated or 'no'} {noun} repeated")
+    if repeated is not None:
+        noun = "step" if repeated == 1 else "steps"
+        parts.append(f"{repeated or 'no'} {noun} repeated")
     return ", ".join(parts)
 
 
@@ -254,8 +255,9 @@ class FailureCollector:
         failure.at = failure.at or now
         self.failures.append(failure)
 
-        # A run that cannot start: no rank has a state to keep.
-        if not failure.retry and failure.phase == "init" and not self._live:
+        # A run that cannot start, or a script's own loop: no rank has a state to keep.
+        has_no_state = failure.phase == SCRIPT or (not failure.retry and failure.phase == "init")
+        if has_no_state and not self._live:
             self.in_place = False
 
         # In place, wait until the survivors have noticed. Else wait for consequences; after a

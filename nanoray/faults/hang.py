@@ -3,8 +3,8 @@
 Every rank writes its position (step and phase) to a file and answers the driver's
 `Worker.heartbeat` with it. If no rank has moved for `hang_timeout` seconds, the rank furthest
 behind is the one that hangs. Only changes count, timed by the driver's clock, so the clocks of
-other hosts do not matter. Set-up may take longer than the timeout, but a rank that answers no
-heartbeat for twice the timeout is frozen, whatever its phase. While all ranks are in the same
+other hosts do not matter. Set-up, and a script's own loop, may take longer than the timeout, but a
+rank that answers no heartbeat for twice the timeout is frozen, whatever its phase. While all ranks are in the same
 forward, and after a long one, the limit is longer: a step may need more time than the timeout.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from nanoray.faults.progress import LEFT
+from nanoray.faults.progress import LEFT, SCRIPT
 
 # The order within a step. In a pipeline a rank alternates forwards and backwards, and is idle while
 # it waits for another stage.
@@ -68,7 +68,7 @@ class Watchdog:
             self._longest_s = max(self._longest_s, now - self._moved_at)
         self._positions[rank] = (position, written_at)
         self._moved_at = now
-        if position.phase not in ("init", *LEFT):
+        if position.phase not in ("init", SCRIPT, *LEFT):
             self._setting_up.discard(rank)
 
     def ended(self, rank: int) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from nanoray.base.atomic import append_line, read_json_lines
 from nanoray.base.points import DRIVER_POINTS, POINTS, watch
 from nanoray.errors import ConfigError
-from nanoray.faults.progress import LEFT, PHASES
+from nanoray.faults.progress import LEFT, PHASES, SCRIPT
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -239,7 +239,7 @@ def _parse_fault(part: str) -> Fault:
         ) from None
 
     # What remains in `texts` is unknown.
-    places = [phase for phase in PHASES if phase not in LEFT] + list(POINTS)
+    places = [phase for phase in PHASES if phase not in (*LEFT, SCRIPT)] + list(POINTS)
     if fault.kind not in KINDS or fault.phase not in places or texts:
         message = (
             f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of "

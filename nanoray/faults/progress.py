@@ -24,11 +24,15 @@ PHASES = (
     "regroup",
     "idle",
     "out_of_memory",
+    "script",
 )
+# The phase of a rank that is in a script's function, before its engine trains or in a loop of its own.
+# It holds no state that another rank could take over.
+SCRIPT = "script"
 # Phases of a rank that has left its group and waits; the second one asks for a smaller micro batch
 LEFT = ("regroup", "out_of_memory")
 # Phases of a step that follow its weight update
-AFTER_UPDATE = ("log", "eval", "checkpoint", "done")
+AFTER_UPDATE = ("log", "eval", "checkpoint", "done", SCRIPT)
 OUTSIDE = ("init", *AFTER_UPDATE)  # phases that are no part of a step's computation
 UNKNOWN = -1  # as a base: the group has not been built yet
 NOT_BEGUN = (0, "init", UNKNOWN, 0.0)  # the place of a rank of which nothing is known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,10 +22,6 @@ class Fit:
     residuals: tuple[float, ...]  # fitted / measured - 1, one per measured point
     smallest_bytes: int
     largest_bytes: int
-
-    @property
-    def median_error(self) -> float:
-        return statistics.median(map(abs, self.residuals))
 
     @property
     def link(self) -> Link:

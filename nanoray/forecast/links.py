@@ -288,20 +288,6 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> GroupPlace:
     return GroupPlace(size, local, max(1, on_node // local))
 
 
-def share_between_nodes(op: str, place: GroupPlace) -> float:
-    """Return the share of what a rank sends in a collective that leaves its node, 0 to 1.
-
-    A mean over the ranks of a node, where not all send the same.
-    """
-    if place.inside:
-        return 0.0
-    if op in ("reduce_scatter", "all_to_all"):
-        # Each rank sends to each other one directly (mesh/axis.py).
-        return (place.ranks - place.local) / (place.ranks - 1)
-    # A ring, or a chain of stages: of the members on a node, the last one sends to the next node.
-    return 1 / place.local
-
-
 def seen_by(topology: Topology, place: GroupPlace) -> Topology:
     """Return the topology of one group: its ranks on a node, its share of the link between nodes."""
     _, inter = topology.levels

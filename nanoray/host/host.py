@@ -83,16 +83,16 @@ def available_memory_bytes(root: str = "/", usable: float = 1.0) -> int:
     return free
 
 
-def cpu_name(root: str = "/") -> str:
+def cpu_name() -> str:
     """Return the processor's name, or its architecture where the name is unknown."""
-    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path(root, "proc/cpuinfo")), re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def cpu_features(root: str = "/") -> frozenset[str]:
+def cpu_features() -> frozenset[str]:
     """Return the CPU's vector extensions that matter to training; empty without /proc/cpuinfo."""
     match = re.search(
-        r"^(?:flags|Features)\s*:\s*(.+)$", _read(Path(root, "proc/cpuinfo")), re.MULTILINE
+        r"^(?:flags|Features)\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE
     )
     return _CPU_FEATURES & frozenset(match[1].split()) if match else frozenset()
 

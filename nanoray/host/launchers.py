@@ -210,6 +210,41 @@ def set_torch_variables(env: MutableMapping[str, str]) -> None:
     env["MASTER_PORT"] = str(place.master_port)
 
 
+def torchrun_variables(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    group_rank: int,
+    group_world_size: int,
+    run_id: str,
+    restarts: int,
+    max_restarts: int,
+    error_file: Path,
+) -> dict[str, str]:
+    """Return the variables that torchrun gives a rank, but for where the ranks meet.
+
+    A group is a node. error_file: where a program of torch's `@record` reports its error.
+    """
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": group_rank,
+        "GROUP_WORLD_SIZE": group_world_size,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+    }
+    return {key: str(value) for key, value in variables.items()}
+
+
 def describe_variables(env: Mapping[str, str], place: Place) -> str:
     """Return the variables that make this process a rank, with their values, for messages."""
     names = (place.launcher.rank, place.size_variable)

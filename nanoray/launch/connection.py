@@ -27,6 +27,7 @@ from nanoray.launch.ray_compat import (
     has_tokens,
     in_own_process_groups,
     reread_authentication,
+    without_dashboard,
 )
 
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
@@ -44,11 +45,13 @@ SHUTDOWN_S = 30.0
 
 
 @contextmanager
-def connected(address: str, slots: Slots | None, last: bool = False) -> Iterator[None]:
+def connected(
+    address: str, slots: Slots | None, last: bool = False, dashboard: bool = True
+) -> Iterator[None]:
     """Connect to a cluster; or, given local `slots`, start a Ray here and remove it afterwards.
 
     `last`: the caller ends this process with os._exit soon afterwards, so a shared cluster sees the
-    connection close. Raises PlacementError.
+    connection close. `dashboard`: of a local Ray, which starts sooner without. Raises PlacementError.
     """
     with ExitStack() as stack:
         # A program that goes on afterwards finds its environment as it was: with the token of a
@@ -58,7 +61,7 @@ def connected(address: str, slots: Slots | None, last: bool = False) -> Iterator
         stack.enter_context(restored(*_SET_BY_RAY))
         options: dict[str, Any] = {}
         if slots is not None:
-            options = _local_options(slots, _temp_folder(stack))
+            options = _local_options(slots, _temp_folder(stack), dashboard)
         # The devices stay restricted until the end: another launch of this process may use others.
         if slots is not None and slots.devices:
             visible = ",".join(device.uuid for device in slots.devices)
@@ -100,7 +103,7 @@ def _remove(folder: str) -> None:
         time.sleep(0.05)
 
 
-def _local_options(slots: Slots, temp: str) -> dict[str, Any]:
+def _local_options(slots: Slots, temp: str, dashboard: bool) -> dict[str, Any]:
     """Return what `ray.init` needs to start a local Ray, after setting its environment."""
     # A local Ray reports no usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -121,7 +124,7 @@ def _local_options(slots: Slots, temp: str) -> dict[str, Any]:
     return {
         "num_cpus": max(1, int(available_cpus())),
         "num_gpus": len(slots.devices),
-        "include_dashboard": True,
+        "include_dashboard": dashboard,
         "dashboard_host": "127.0.0.1",
         "object_store_memory": OBJECT_STORE_BYTES,
         "_temp_dir": temp,
@@ -132,7 +135,11 @@ def _start(options: dict[str, Any]) -> Any:
     """Start a local Ray. Raises PlacementError."""
     try:
         # Ray's dashboard leaves temporary files behind, so its temporary folder is Ray's own.
-        with environment({"TMPDIR": options["_temp_dir"]}), in_own_process_groups():
+        with ExitStack() as stack:
+            stack.enter_context(environment({"TMPDIR": options["_temp_dir"]}))
+            stack.enter_context(in_own_process_groups())
+            if not options["include_dashboard"]:
+                stack.enter_context(without_dashboard())
             return _init("local", options)
     except Exception as error:  # Ray raises no more specific one here
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoray.base.clock import unix_time
 from nanoray.base.output import say
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
@@ -27,7 +27,7 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
     this process is one rank. Without `ray` it trains alone. With the key dry_run, `main` is called
     in this process and ends at `fit`, which prints the memory of a rank by part.
     """
-    started = unix_time()
+    started = time.time()
     return exit_code_of(lambda: _launch(main, dict(config), ray, started), in_program=True)
 
 

@@ -24,6 +24,7 @@ from nanoray.config import Config
 from nanoray.errors import PlacementError
 from nanoray.host.choose import choose_precision
 from nanoray.host.slots import cpu_share
+from nanoray.launch.devices import bound_devices
 from nanoray.launch.ray_compat import HEAD_RESOURCE, available_per_node
 
 START_TIMEOUT_S = 90.0  # for a process to start and answer
@@ -324,14 +325,6 @@ def _slots_of(
     for index, (node, devices) in enumerate(probed):
         slots.append((node, [_zero_padded(device) for device in devices], index))
     return slots
-
-
-def bound_devices(api: Any = ray) -> list[str]:
-    """Return the ids of this process's GPUs or MIG slices; without any, hide every GPU from it."""
-    ids = [str(i) for i in api.get_gpu_ids()]
-    if not ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise an actor without GPUs sees all of them
-    return ids
 
 
 def _probe() -> tuple[str, list[str]]:

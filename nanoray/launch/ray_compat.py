@@ -88,6 +88,26 @@ def in_own_process_groups() -> Iterator[None]:
         services.ConsolePopen = popen
 
 
+@contextmanager
+def without_dashboard() -> Iterator[None]:
+    """Start a local Ray, as long as this lasts, without two processes that only people look at.
+
+    The log monitor sends what workers print to the driver, which asks for nothing of it. The API
+    server answers the dashboard, `ray.util.state` and `ray job`; `ray.init` waits for it, also with
+    include_dashboard=False. Each of them takes a second of a core.
+    """
+    # The agent of the node stays complete: workers wait for a part of it in some versions of Ray.
+    node: Any = ray._private.node.Node
+    skipped = {name: getattr(node, name) for name in ("start_log_monitor", "start_api_server")}
+    for name in skipped:
+        setattr(node, name, lambda self, **_: None)
+    try:
+        yield
+    finally:
+        for name, start in skipped.items():
+            setattr(node, name, start)
+
+
 def is_pending(api: Any, actor: Any) -> bool:
     """Return whether Ray has registered this actor and not yet started a process for it.
 

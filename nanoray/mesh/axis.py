@@ -129,24 +129,6 @@ class Axis:
 
         return finish
 
-    def start_sum(
-        self, flat: Tensor, what: str, bucket: int, last: bool = False
-    ) -> Callable[[], None]:
-        """Start to add `flat` up over the axis, in place. (all ranks of the axis)
-
-        By the backend's all-reduce. Returns a function that waits for it. `bucket` and `last` are
-        those of `start_reduce_scatter`.
-        """
-        reached(f"exchange_{what}")
-        report_end = self._started("all_reduce", what, flat, bucket, last)
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        _call_at_end(work, report_end)
-
-        def finish() -> None:
-            work.wait()
-
-        return finish
-
     def start_all_gather(
         self, flat: Tensor, what: str, bucket: int | None = None
     ) -> Callable[[], None]:

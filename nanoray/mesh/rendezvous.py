@@ -56,6 +56,7 @@ class Rendezvous:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    nodes: int = 0  # 0: unknown
     master_addr: str = ""
     master_port: int = 0
     device: str = "cpu"  # "cpu" or "cuda:I", I as this process sees its devices
@@ -207,6 +208,7 @@ def rendezvous_of(nodes: Sequence[str], choice: BackendChoice, secret: str) -> l
             local_rank=counted[node],
             local_world_size=ranks_on_node[node],
             node_rank=node_rank[node],
+            nodes=len(node_rank),
             backend=choice.backend,
             backend_reason=choice.reason,
             env=env,
@@ -399,8 +401,7 @@ def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:
     return value
 
 
-def network_env(env: Mapping[str, str] | None = None) -> dict[str, str]:
+def network_env() -> dict[str, str]:
     """Return the NCCL, gloo and UCX variables of this environment, for the actors."""
-    source = os.environ if env is None else env
     prefixes = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "TP_")
-    return {key: value for key, value in source.items() if key.startswith(prefixes)}
+    return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from nanoray.base.compat import BatchNormBase
 from nanoray.errors import ConfigError
@@ -114,9 +113,7 @@ def adopt_norms(model: nn.Module) -> None:
     work. Raises ConfigError for a norm that cannot be adopted.
     """
     for name, module in model.named_modules():
-        # A lazy norm has its class and its channels after its first batch.
-        is_lazy = isinstance(module, LazyModuleMixin)
-        if isinstance(module, BatchNormBase) and not is_lazy and not has_own_forward(module):
+        if isinstance(module, BatchNormBase) and not has_own_forward(module):
             _adopt(module, name)
 
 

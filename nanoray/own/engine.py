@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -23,7 +24,6 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from nanoray.base.clock import unix_time
 from nanoray.base.output import lasting_output
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import Loaded
@@ -185,6 +185,7 @@ class RuntimeEngine:
         if run.on_fit:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
+        run.leave_loop()  # from here on the engine counts the steps, and keeps the files
         observers = [*run.observers, *observers_of(self.callbacks, run, self._trained)]
 
         # The script may read run.rank later, so it follows each new rendezvous.
@@ -224,7 +225,7 @@ def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> d
     try:
         # A terminal that is closed must not end the run before it has saved.
         with lasting_output():
-            ended = train_here(loaded, unix_time(), Program(fit, loaded.given))
+            ended = train_here(loaded, time.time(), Program(fit, loaded.given, may_loop=False))
     finally:
         # The next fit forms its own groups, and the end of Python must not wait for their threads.
         abandon_groups()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.base.environment import environment
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.data.dataset import own_data
@@ -24,10 +25,16 @@ if TYPE_CHECKING:
 class Program:
     """A script's function in the place of rank.train (train.program.Trains)."""
 
-    def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
-        """`given`: the keys of the configuration that the script has set."""
+    def __init__(
+        self, main: Callable[[Run], Any], given: frozenset[str], may_loop: bool = True
+    ) -> None:
+        """`given`: the keys of the configuration that the script has set.
+
+        may_loop: the function may have a loop of its own; else it calls `fit` at once.
+        """
         self.main = main
         self._given = given
+        self._may_loop = may_loop
 
     @property
     def name(self) -> str:
@@ -46,13 +53,33 @@ class Program:
 
         run = Run(spec, rendezvous, self._given, observers, wanted, store, rejoin)
         torch.manual_seed(spec.config.seed)  # the same new weights on all ranks
-        try:
+        if not self._may_loop:
             self.main(run)
+            assert run.outcome
+            return run.outcome
+        return self._main_or_loop(run)
+
+    def _main_or_loop(self, run: Run) -> dict[str, Any]:
+        """Call the function, which trains with an engine or has a loop of its own; return the outcome."""
+        from nanoray.own.loop import OwnLoop, variables_of
+
+        run.loop = OwnLoop(run)
+        try:
+            with environment(variables_of(run)):
+                self.main(run)
         except SystemExit as ended:
-            # A script may end by sys.exit() after its training.
-            if ended.code or run.outcome is None:
+            # A script may end by sys.exit(), after its training or its own loop.
+            is_over = run.outcome or run.loop
+            if ended.code or not is_over:
+                run.leave_loop(ended)
                 raise
-        if run.outcome is None:
+        except BaseException as error:
+            run.leave_loop(error)
+            raise
+        if run.outcome is None and run.loop is not None:
+            run.outcome = run.loop.ended()
+            run.leave_loop()
+        if run.outcome is None:  # it has caught what `fit` raised
             raise ConfigError(_untrained(self.main))
         return run.outcome
 
@@ -91,6 +118,6 @@ def call_until_fit(
 def _untrained(main: Callable[[Run], Any]) -> str:
     name = getattr(main, "__name__", "the function")
     return (
-        f"{name} returned without training; call RuntimeEngine(model, optimizer, run).fit(...) in "
-        "it"
+        f"{name} returned without RuntimeEngine(model, optimizer, run).fit(...), and what is read "
+        "here is the model of an engine; a loop of its own can only be launched"
     )

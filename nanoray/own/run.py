@@ -64,6 +64,9 @@ class Run:
     on_fit: Callable[[Any], None] | None = None
     """of a dry run: receives the task that `fit` would train, and ends the script"""
 
+    loop: Any = field(default=None, repr=False)
+    """the OwnLoop (own/loop.py): what a loop of the script's own needs, until an engine trains; of the launchers"""
+
     @property
     def config(self) -> Config:
         """The complete configuration, with all defaults."""
@@ -94,18 +97,60 @@ class Run:
         """The device of this rank, as torch.device takes it: `cpu`, or `cuda:0`."""
         return self.rendezvous.device
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    @property
+    def restarts(self) -> int:
+        """How often a fault has made all ranks start again, or an engine's ranks meet again."""
+        return self.spec.attempt
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a loop of its own should save and leave: a stop, or a node that is drained.
+
+        Ranks learn it at different moments, so let them agree, as in examples/own_loop.py. An engine
+        stops by itself.
+        """
+        return self._finish or self.wanted() is Order.STOP
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the record of a step: metrics.jsonl, TensorBoard and trackers.
 
-        Values are numbers, tensors of one element, or strings. From `on_step_end` and `on_eval_end`
-        they belong to that step, from anywhere else to the next record, and after the last one to
-        that one. Only those of rank 0 are recorded. Raises ConfigError for a name of docs/metrics.md,
-        and what float() raises for another value.
+        Values are numbers, tensors of one element, or strings. Only those of rank 0 are recorded.
+
+        Of an engine: from `on_step_end` and `on_eval_end` they belong to that step, from anywhere
+        else to the next record, and after the last one to that one. A loop of its own gives the
+        `step`, best on all ranks: the driver then names it when a rank fails.
+
+        Raises ConfigError for a name of docs/metrics.md, unless a loop of its own gives it, for a
+        step while an engine counts them, and what float() raises for another value.
         """
+        loop = self.loop
+        if step is not None and loop is None:
+            raise ConfigError(
+                f"run.log: step = {step} is for a loop of its own, and an engine counts its steps; "
+                "drop the step"
+            )
+        taken = RECORD_KEYS if step is not None else (*METRICS, *RECORD_KEYS)
+        logged: dict[str, Value] = {}
         for name, value in values.items():
-            if name in METRICS or name in RECORD_KEYS:
+            if name in taken:
                 raise ConfigError(f"run.log: {name} is a name of nanoray's own; choose another one")
-            self._logged[name] = value if type(value) in (int, str) else float(value)
+            if type(value) in (int, str):
+                logged[name] = value
+            else:
+                # float() of a loss that still requires a gradient would warn.
+                logged[name] = float(value.detach() if hasattr(value, "detach") else value)
+        if step is None or loop is None:
+            self._logged |= logged
+            return
+        loop.require_in_order(step)
+        self._logged |= logged
+        loop.record(step)
+
+    def leave_loop(self, error: BaseException | None = None) -> None:
+        """Close the files of a loop of its own, which `error` may have ended. (of the launchers)"""
+        loop, self.loop = self.loop, None
+        if loop is not None:
+            loop.close(error)
 
     def take_logged(self) -> dict[str, Value]:
         """Return the values since the last call. (of the engine)"""

@@ -2,8 +2,7 @@
 
     state[p]["exp_avg"]        ─► tensor "exp_avg.<param>"
     state[p]["step"] = 7       ─► tensor "step:int.<param>", one element
-    state[p]["GG"] = [a, b]    ─► tensors "GG/0.<param>", "GG/1.<param>", and JSON with their places
-    state["global"]            ─► JSON and tensors, whose names have no parameter
+    everything else            ─► JSON, and tensors "0/PLACE." whose names have no parameter
     param_groups[0]["k"] = 7   ─► JSON, if it has changed since the script gave the optimizer away
 
 An optimizer with a `state_dict` of its own is asked for it, and gets the same one back.
@@ -60,13 +59,20 @@ def elements_of(state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Return an optimizer's tensors for one parameter, live, and its numbers as tensors."""
     elements = {}
     for key, value in state.items():
+        if not _is_element(value):
+            continue
         if isinstance(value, Tensor):
             elements[_quoted(key)] = value
-        elif type(value).__name__ in NUMBERS:
+        else:
             kind = type(value).__name__
             _, dtype = NUMBERS[kind]
             elements[f"{_quoted(key)}:{kind}"] = torch.tensor(value, dtype=dtype)
     return elements
+
+
+def _is_element(value: Any) -> bool:
+    """Return whether a value of a parameter's state is one tensor or one number."""
+    return isinstance(value, Tensor) or type(value).__name__ in NUMBERS
 
 
 def put_element(state: dict[Any, Any], name: str, tensor: Tensor) -> None:
@@ -86,11 +92,6 @@ def _quoted(key: Any, characters: str = "%.:/") -> str:
     for character in characters:
         key = key.replace(character, f"%{ord(character):02X}")
     return key
-
-
-def _quoted_place(place: str) -> str:
-    """Return the place of a tensor within a value, in which "/" separates the parts."""
-    return _quoted(place, "%.:")
 
 
 # All of an optimizer's state.
@@ -118,57 +119,36 @@ def _apart(
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for number, member in enumerate(members_of(optimizer)):
-        outside: dict[str, Tensor] = {}
         if has_own_state_dict(member):
-            values[str(number)] = {"dict": take_apart(member.state_dict(), "state", outside)}
+            kept = {"dict": member.state_dict()}
         else:
-            kept = _state_apart(member, names, tensors, outside)
-            if kept:
-                values[str(number)] = kept
-        for place, tensor in outside.items():
-            tensors[f"{number}/{_quoted_place(place)}."] = tensor
+            kept = _other_values(member, names)
+            for p, name in names.items():
+                for key, tensor in elements_of(member.state.get(p, {})).items():
+                    tensors[f"{key}.{name}"] = tensor
+        beside: dict[str, Tensor] = {}
+        if kept:
+            values[str(number)] = take_apart(kept, "state", beside)
+        for place, tensor in beside.items():
+            tensors[f"{number}/{_quoted(place, '%.:')}."] = tensor
     return tensors, values
 
 
-def _state_apart(
-    member: Optimizer,
-    names: Mapping[Tensor, str],
-    tensors: dict[str, Tensor],
-    outside: dict[str, Tensor],
-) -> dict[str, Any]:
-    """Add one optimizer's state to `tensors` and `outside`, and return the JSON of the rest."""
+def _other_values(member: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Return what an optimizer keeps besides tensors and numbers of its parameters."""
     of_parameters: dict[str, Any] = {}
     of_optimizer: dict[str, Any] = {}
     for p, state in member.state.items():
         # Some optimizers keep values beside those of their parameters.
         if not isinstance(p, Tensor):
-            _quoted(p)
-            of_optimizer[p] = take_apart(state, p, outside)
+            of_optimizer[p] = state
             continue
-
         # A frozen parameter may have a state, too, which no step changes.
-        name = names.get(p)
-        if name is None:
-            continue
-        for key, tensor in elements_of(state).items():
-            tensors[f"{key}.{name}"] = tensor
-        rest = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor) or type(value).__name__ in NUMBERS:
-                continue
-            nested: dict[str, Tensor] = {}
-            rest[key] = take_apart(value, _quoted(key), nested)
-            for place, tensor in nested.items():
-                tensors[f"{_quoted_place(place)}.{name}"] = tensor
-        if rest:
-            of_parameters[name] = rest
-
-    values = {}
-    if of_parameters:
-        values["parameters"] = of_parameters
-    if of_optimizer:
-        values["optimizer"] = of_optimizer
-    return values
+        rest = {key: value for key, value in state.items() if not _is_element(value)}
+        if rest and p in names:
+            of_parameters[names[p]] = rest
+    kept = {"parameters": of_parameters, "optimizer": of_optimizer}
+    return {what: values for what, values in kept.items() if values}
 
 
 def load_values(
@@ -182,34 +162,19 @@ def load_values(
     Tensors and numbers that a parameter keeps by themselves are not among them.
     """
     for number, member in enumerate(members_of(optimizer)):
-        kept = values.get(str(number), {})
-        device = member.param_groups[0]["params"][0].device if "dict" in kept else None
-        outside = {}
+        beside = {}
         for name, tensor in tensors.items():
             place, _, param = name.partition(".")
             if not param and place.startswith(f"{number}/"):
-                outside[unquote(place.partition("/")[2])] = _copied(tensor, device)
+                beside[unquote(place.partition("/")[2])] = tensor
+        device = member.param_groups[0]["params"][0].device
+        kept = put_together(values.get(str(number), {}), beside, device)
         if "dict" in kept:
-            member.load_state_dict(put_together(kept["dict"], outside))
-            continue
-
-        for key, value in kept.get("optimizer", {}).items():
-            member.state[key] = put_together(value, outside)
+            member.load_state_dict(kept["dict"])
+        member.state.update(kept.get("optimizer", {}))
         for name, rest in kept.get("parameters", {}).items():
-            if name not in params:
-                continue
-            p = params[name]
-            nested = {}
-            for full, tensor in tensors.items():
-                place, _, param = full.partition(".")
-                if param == name and "/" in place:
-                    nested[unquote(place)] = _copied(tensor, p.device)
-            for key, value in rest.items():
-                member.state[p][key] = put_together(value, nested)
-
-
-def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
-    return tensor.to(device or tensor.device, copy=True)
+            if name in params:
+                member.state[params[name]].update(rest)
 
 
 # The values of parameter groups.
@@ -349,8 +314,8 @@ def load_tensors(
     """
     of_parameters = {}
     for name, tensor in tensors.items():
-        key, _, owner = name.partition(".")
-        if owner and "/" not in key:
+        _, _, owner = name.partition(".")
+        if owner:
             of_parameters[name] = tensor
 
     group_of = {}

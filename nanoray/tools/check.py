@@ -68,14 +68,12 @@ def survey(settings: Settings, nvml: Any = None) -> Survey:
     cpus = host.available_cpus()
     build, nccl = torch_builds()
     driver = driver_cuda(nvml) if gpus else None
-    shm = shm_gib()
-    rows = [*_machine_rows(cpus, shm, gpus, build, driver, nccl)]
+    rows = [*_machine_rows(cpus, gpus, build, driver, nccl)]
     problems: list[Problem] = []
 
     # The choices of a launch, by the functions that a launch calls. A refused choice becomes a
     # problem, and the report keeps the choices before it.
     slots = None
-    backend = None
     try:
         workers = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, workers, gpus, cpus)
@@ -94,12 +92,6 @@ def survey(settings: Settings, nvml: Any = None) -> Survey:
 
     rows += [("setting", line) for line in lines_of(shown(settings))]
     problems += gpu_problems(gpus, slots, build, driver)
-    # NCCL's ranks on one host exchange data through /dev/shm; gloo does not use it.
-    if backend and backend.backend == "nccl" and shm is not None and shm < 1:
-        what = f"/dev/shm has {shm} GiB, NCCL wants 1"
-        remedy = "docker run --shm-size=8g, or a larger emptyDir"
-        problems.append(Problem(what, remedy, fatal=False))
-
     for row, found in (out_dir_state(config), ray_state(config)):
         rows.append(row)
         problems += found
@@ -148,13 +140,6 @@ def driver_cuda(nvml: Any = None) -> str | None:
         nvml.nvmlShutdown()
         return f"{number // 1000}.{number % 1000 // 10}"  # CUDA encodes 12.8 as 12080
     return None
-
-
-def shm_gib() -> float | None:
-    """Return the size of /dev/shm in GiB, None on systems without it."""
-    if not os.path.isdir("/dev/shm"):
-        return None
-    return round(shutil.disk_usage("/dev/shm").total / GIB, 2)
 
 
 # What a run reads and writes.
@@ -232,7 +217,6 @@ def gpu_problems(
 
 def _machine_rows(
     cpus: float,
-    shm: float | None,
     gpus: list[Device],
     build: str | None,
     driver: str | None,
@@ -246,7 +230,7 @@ def _machine_rows(
     yield "versions", f"{text} ({f'CUDA {build}' if build else 'CPU'} build)"
     yield "cpu", f"{host.cpu_name()} · {cpus:g} usable cores"
     available_gib = host.available_memory_bytes() / GIB
-    yield "memory", f"{available_gib:.1f} GiB available · /dev/shm {shm} GiB"
+    yield "memory", f"{available_gib:.1f} GiB available"
     if nccl:
         number = ".".join(map(str, nccl))
         yield "cuda", f"driver up to CUDA {driver} · NCCL {number}"

@@ -15,6 +15,7 @@ import os
 import random
 import runpy
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 
 import nanoray
 import nanoray.own.engine
-from nanoray.base.clock import unix_time
 from nanoray.base.compat import tree_leaves, tree_map
 from nanoray.base.script_errors import one_line
 from nanoray.config import Config, resolve_batch
@@ -169,7 +169,7 @@ def train(job: CheckJob, main: Callable[..., Any], given: dict[str, Any]) -> dic
     loaded = replace(loaded.set(settings, "nanoray check"), dry_run=False, quiet=True)
     config = loaded.config
     if not job.plain:
-        train_here(loaded, unix_time(), Program(main, loaded.given))
+        train_here(loaded, time.time(), Program(main, loaded.given))
         return {"trained": True}
 
     result: dict[str, Any] = {}

@@ -140,7 +140,7 @@ def read_processes(folder: Path) -> list[Process]:
             slot = int(path.name.removeprefix("rank").split(".")[0])
             if not started:
                 continue  # the process died while it created the file
-            # By another clock, or one that was set back, it is older than its command.
+            # By the clock of another host it may be older than its command.
             created = max(created, started)
             seconds = dict(zip(KEPT, rest[:-3], strict=True))
             first, newest, repeated = rest[-3:]

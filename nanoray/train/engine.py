@@ -9,6 +9,7 @@ the next group gets a new engine around the same TrainState (elastic.py).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.base.clock import seconds_since
 from nanoray.base.points import reached
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
@@ -374,7 +374,7 @@ class Engine:
         record |= self.instruments.measured()
 
         if session.first_step_s is None:
-            session.first_step_s = seconds_since(self.spec.started)
+            session.first_step_s = time.time() - self.spec.started
             # Take the memory for the first copy of a checkpoint now, and not in a timed step.
             if self.mesh.rank == 0 or state.sharded:
                 self.writer.prepare(pack_for_checkpoint(state, self.mesh))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
-from nanoray.base.clock import unix_time
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.errors import ConfigError
 from nanoray.tune.asked import KNOB_NAMES, MAY
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    started = unix_time()
+    started = time.time()
     prog = name_program("tune")
     own = Parser(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--budget", default=f"{BUDGET_S:g}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import read_json
-from nanoray.base.clock import unix_time
 from nanoray.cli import Loaded
 from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.host.launchers import place_of
@@ -50,7 +50,7 @@ def tune_own(
     loaded = loaded_of(config)
     require_words("may", may, MAY)
     program = Tuning(loaded.config.name, budget_s, tuple(may), main=main, given=loaded.given)
-    code, folder = start(loaded, unix_time(), program, ray)
+    code, folder = start(loaded, time.time(), program, ray)
     if code:
         raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why")
     return Tuned(**read_json(folder / "tune.json"), folder=folder)

@@ -1,13 +1,13 @@
-"""Which setting is the fastest: one change at a time from the present one, measured side by side.
+"""Which setting is the fastest: one knob after another is raced beside the best setting so far.
 
-    present ─► every single change ─► those that gained, together ─► the fastest is the new present
-       ▲                                                                         │
-       └──────────────────────── until nothing gains ◄──────────────────────────┘
-    final: the best beside the first setting, in turns of its own
+    present ─► knob 1 ─► knob 2 ─► ... ─► the last knob ─► the best setting
+                 ▲                                               │
+                 └────────── until no knob gains any more ◄──────┘
+    at the end: the best beside the present setting, in turns of their own
 
-Choices are compared by successive halving. A turn is a short block of real steps of each of them and
-of the present setting; after it the slower half leaves. A choice is compared with the present one of
-the same turn, because the machine's speed drifts.
+A race is successive halving. A turn is a short block of real steps of each value of the knob and of
+the best setting; after it the slower half leaves. Only blocks of the same turn are compared, because
+the machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from nanoray.tune.knobs import (
 from nanoray.tune.trials import STOPPED, SearchEnded, Trials
 
 BLOCK_S = 0.3  # of steps in the first block of a choice
-LONGEST_S = 1.0  # of steps in a block of those that stay
-STAYING = 3  # choices that are not halved any more
-RACE_TURNS = 4  # of those that stay, all in all
-PASSES = 3  # of single changes
+LONGEST_S = 1.0  # of steps in the last block of a race
+RACE_TURNS = 4
+STAYING = 2  # of a knob's values: one block says too little to halve further
+PASSES = 3  # over all knobs
 GAIN = 1.02  # from this ratio on a change is worth a place in the settings
-FAR = 1.1  # times as fast as another: that one leaves at once
-HOPELESS = 1.5  # times as slow as the first setting: not tried again with other changes
-FINAL_TURNS = 12  # of the best and the first setting
+FAR = 1.1  # times as fast as another: that one leaves the race
+HOPELESS = 1.5  # times as slow as the best setting of then: not raced in a later pass
+FINAL_TURNS = 12  # of the best and the present setting
 FINAL_S = 0.5  # of steps in a block of these turns
 MARGIN = 0.1  # of a device's memory that stays free
 GB = 1e9
@@ -53,7 +53,7 @@ class Search:
     leave: Collection[str] = ()  # knobs that stay as they are
     best: Choice = ()
     ended: str = ""  # why it ended before its end
-    # How many times as fast as the first setting the best one was, in turns of their own
+    # How many times as fast as the present setting the best one was, in turns of their own
     verdict: Sequence[float] = ()
 
     def run(self) -> Choice:
@@ -65,10 +65,9 @@ class Search:
         if self.trials.measure((), BLOCK_S) is None:
             raise ConfigError(f"the present setting cannot be trained: {self.trials.refused[()]}")
         try:
-            self._climb()
+            self._race_knobs()
         except SearchEnded as error:
             self.ended = str(error)
-            self.best = self._leading()
 
         # The luckiest of many blocks is not the fastest choice, so turns of its own confirm it.
         since = self.trials.turn
@@ -81,30 +80,47 @@ class Search:
             self.best = ()
         return self.best
 
-    def _climb(self) -> None:
-        """Change one thing at a time, and go on from what is faster, until nothing gains."""
-        for number in range(PASSES):
-            singles = self._singles()
-            self.trials.say(f"pass {number + 1}  {len(singles)} changes of {words(self.best)}")
-            better = self._together(singles, self._halve(list(singles)))
-            if len(better) > 1:
-                better = self._halve(better)
-            if not better or self.ratio(better[0], self.best) < GAIN:
-                return
-            self.best = better[0]
-            self.trials.say(f"better  {words(self.best)}: {self.ratio(self.best, ()):.2f} x")
-
-    def _singles(self) -> dict[Choice, str]:
-        """Return the best choice with one knob set otherwise, and the name of that knob."""
-        found = {}
+    def _race_knobs(self) -> None:
+        """Race the values of one knob after another, until nothing gains. (all ranks)"""
+        of_knob: dict[str, list[Choice]] = {}
         for option, knob in options(self.here, self.may, self.leave).items():
-            choice = with_settings(self.here, self.best, option)
-            # Not what was far slower alone, or was measured beside the best one already
-            is_hopeless = self.best and 0 < self.ratio(option, ()) < 1 / HOPELESS
-            is_known = choice == self.best or self.ratio(choice, self.best)
-            if not is_hopeless and not is_known and self._is_possible(choice):
-                found[choice] = knob
-        return found
+            of_knob.setdefault(knob, []).append(option)
+        raced_beside: dict[str, Choice] = {}  # the best setting after the knob's last race
+        for _ in range(PASSES):
+            for knob, found in of_knob.items():
+                if raced_beside.get(knob) != self.best:
+                    of_knob[knob] = self._race(knob, found)
+                    raced_beside[knob] = self.best
+
+    def _race(self, knob: str, values: Sequence[Choice]) -> list[Choice]:
+        """Race the values of a knob beside the best setting, which the winner replaces. (all ranks)
+
+        Returns the values that are worth another race beside other settings.
+        """
+        value_of = {with_settings(self.here, self.best, value): value for value in values}
+        racing = [
+            choice for choice in value_of if choice != self.best and self._is_possible(choice)
+        ]
+        alive = self._run_turn(racing, BLOCK_S)
+        hopeless = {
+            value_of[choice]
+            for choice in racing
+            if 0 < self.ratio(choice, self.best) < 1 / HOPELESS
+        }
+
+        # The models of those that stay are made once for the rest of the race.
+        block_s = BLOCK_S
+        with self.trials.kept_open([self.best, *alive], (1 - MARGIN) * self.memory):
+            for _ in range(RACE_TURNS - 1):
+                if not alive:
+                    break
+                block_s = min(LONGEST_S, 1.5 * block_s)
+                alive = self._run_turn(alive, block_s)
+        if alive and self.ratio(alive[0], self.best) >= GAIN:
+            self.best = alive[0]
+            gain = self.ratio(self.best, ())
+            self.trials.say(f"better  {knob}: {words(self.best)}, {gain:.2f} x")
+        return [value for value in values if value not in hopeless]
 
     def _is_possible(self, choice: Choice) -> bool:
         """Return whether a choice can be trained, as far as rules and formulas know; note why not."""
@@ -121,86 +137,30 @@ class Search:
             return False
         return True
 
-    def _halve(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Run turns of choices beside the best one: of all, of the faster half, and so on.
+    def _run_turn(self, choices: Sequence[Choice], block_s: float) -> list[Choice]:
+        """Run a block of each choice and of the best setting. (all ranks)
 
-        Returns those that can be trained, the fastest first. (all ranks)
+        Returns the faster half, the fastest first, and nothing that is far behind.
         """
-        alive = list(choices)
-        behind: list[Choice] = []  # those that have left, the last one first
-        block_s = BLOCK_S
-        turns = 0
-        while alive and (turns == 0 or len(alive) > STAYING):
-            alive, left = self._run_turn(alive, block_s)
-            behind = left + behind
-            block_s = min(LONGEST_S, 1.5 * block_s)
-            turns += 1
-
-        if not alive or turns >= RACE_TURNS:
-            return alive + behind
-        # The last few side by side, unless not even the first of them is faster
-        with self.trials.kept_open([self.best, *alive], (1 - MARGIN) * self.memory):
-            while alive and turns < RACE_TURNS:
-                if turns > 1 and self.ratio(alive[0], self.best) < 1:
-                    break
-                alive, left = self._run_turn(alive, block_s)
-                behind = left + behind
-                turns += 1
-        return alive + behind
-
-    def _run_turn(
-        self, alive: Sequence[Choice], block_s: float
-    ) -> tuple[list[Choice], list[Choice]]:
-        """Run a block of each choice and of the best one. (all ranks)
-
-        Returns the choices that stay, and those that leave, each the fastest first.
-        """
-        running = [self.best, *alive]
+        if not choices:
+            return []
+        running = [self.best, *choices]
         start = self.trials.next_turn() % len(running)
         for choice in running[start:] + running[:start]:
             self.trials.measure(choice, block_s)
 
-        right = [choice for choice in alive if choice not in self.trials.refused]
-        ratios = {choice: self.ratio(choice, self.best) for choice in right}
-        ranked = sorted(right, key=lambda choice: -ratios[choice])
-        if not ranked:
-            return [], []
-        most = ratios[ranked[0]]
-        self.trials.say(
-            f"turn {self.trials.turn:>4}  {len(running)} settings; ahead: {words(ranked[0])}, "
-            f"{most:.2f} x"
-        )
-        # The faster half, but nothing that is far behind
-        near = sum(ratio > most / FAR for ratio in ratios.values())
-        stay = min(near, max(STAYING, (len(ranked) + 1) // 2))
-        return ranked[:stay], ranked[stay:]
-
-    def _together(self, singles: dict[Choice, str], ranked: Sequence[Choice]) -> list[Choice]:
-        """Return the best changes of all knobs that gained together, and the best ones alone."""
-        gained: dict[str, Choice] = {}  # of each knob
-        for choice in ranked:
-            if self.ratio(choice, self.best) >= GAIN:
-                gained.setdefault(singles[choice], choice)
-        combined = self.best
-        for choice in gained.values():
-            # What this change has set otherwise than the best one
-            larger = with_settings(self.here, combined, set(choice) - set(self.best))
-            if self._is_possible(larger):
-                combined = larger
-        better = list(gained.values())
-        if len(better) > 1 and combined not in better:
-            better = [combined, *better]
-        return better[:STAYING]
-
-    def _leading(self) -> Choice:
-        """Return the choice that is ahead when the budget ends, if possible one of several blocks."""
-        samples = self.trials.samples
-        right = [choice for choice in samples if choice and choice not in self.trials.refused]
-        several = [choice for choice in right if len(samples[choice]) > 1]
-        return max([(), *(several or right)], key=lambda choice: self.ratio(choice, ()))
+        ratios = {
+            choice: self.ratio(choice, self.best)
+            for choice in choices
+            if choice not in self.trials.refused
+        }
+        ranked = sorted(ratios, key=lambda choice: -ratios[choice])
+        half = ranked[: max(STAYING, (len(ranked) + 1) // 2)]
+        fastest = max([1.0, *ratios.values()])
+        return [choice for choice in half if ratios[choice] > fastest / FAR]
 
     def _confirm(self) -> None:
-        """Measure the best choice beside the first setting once more, in turns. (all ranks)"""
+        """Measure the best choice beside the present setting once more, in turns. (all ranks)"""
         if not self.best or self.ended == STOPPED:
             return
         self.trials.reserve_s = 0.0

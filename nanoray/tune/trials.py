@@ -38,7 +38,7 @@ FILE = "tune.jsonl"
 STOPPED = "stopped"
 RESERVED = 0.35  # of the budget, for the turns that confirm what was found
 MOST_RESERVED_S = 100.0
-FIRST_STEPS = 3  # that count in the first block of a choice: its step is not known yet
+FEWEST_STEPS = 3
 MOST_STEPS = 10_000
 
 
@@ -147,33 +147,27 @@ class Trials:
         arm = self._open.get(choice)
         try:
             if arm is None:
-                train = partial(self._train, spec, choice, block_s)
+                train = partial(self._train, spec, block_s)
                 block = self.subject.open(spec, train)
             else:
                 # Its memory contains that of other arms, and its losses are those of later steps.
                 earlier = self.samples[choice][-1]
-                block = arm.block(self._steps(block_s, earlier.step_s))
+                block = arm.block(steps_in(block_s, earlier.step_s))
                 block = block._replace(peak_bytes=earlier.peak_bytes, loss=earlier.loss)
         finally:
             free_memory(self.mesh.device)
         return Trial(self.turn, block.step_s, block.peak_bytes, block.loss)
 
-    def _train(self, spec: RunSpec, choice: Choice, block_s: float, task: Task) -> BlockCost:
+    def _train(self, spec: RunSpec, block_s: float, task: Task) -> BlockCost:
         """Train a block on an arm that is made for it. (all ranks)"""
         arm = LoopArm(spec, self.mesh, task)
         try:
-            if choice in self.samples:
-                return arm.block(self._steps(block_s, self.samples[choice][-1].step_s))
-            # The first steps of a choice also show how long they take.
+            # The first steps show how long they take.
             first = arm.block(1)
-            steps = self.mesh.broadcast(self._steps(block_s, first.step_s))
+            steps = steps_in(block_s, first.step_s)
             return arm.block(steps, settling=0)._replace(loss=first.loss)
         finally:
             arm.close()
-
-    def _steps(self, block_s: float, step_s: float) -> int:
-        """Return the number of steps that make up a block."""
-        return min(MOST_STEPS, max(FIRST_STEPS, round(block_s / step_s)))
 
     @contextmanager
     def kept_open(self, choices: Sequence[Choice], memory_bytes: float) -> Iterator[None]:
@@ -238,3 +232,8 @@ class Trials:
         """Append a line to the file of the search. (rank 0 only)"""
         if self.mesh.rank == 0:
             append_line(self.spec.folder / FILE, json.dumps(line))
+
+
+def steps_in(block_s: float, step_s: float) -> int:
+    """Return the number of steps that make up a block of about this many seconds."""
+    return min(MOST_STEPS, max(FEWEST_STEPS, round(block_s / step_s)))

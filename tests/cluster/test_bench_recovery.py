@@ -21,13 +21,16 @@ from nanoray.bench.peers.torchft import missing
 from nanoray.bench.recovery import (
     ARMS,
     GOODPUT,
+    OF_SCRIPT,
     ON_TORCHFT,
     PEER,
     REPEATED,
+    RUN,
     STANDSTILL,
     TORCHFT,
     TORCHFT_DEFAULTS,
     TORCHRUN,
+    TORCHRUN_SCRIPT,
 )
 
 SHORT = [
@@ -55,6 +58,7 @@ SHORT = [
         pytest.param((TORCHFT,), marks=pytest.mark.full),
         pytest.param((TORCHFT_DEFAULTS,), marks=pytest.mark.full),
         pytest.param((TORCHRUN,), marks=pytest.mark.full),
+        pytest.param((RUN, TORCHRUN_SCRIPT), marks=pytest.mark.full),
     ],
 )
 def test_a_real_kill_in_every_arm(
@@ -85,14 +89,14 @@ def test_a_real_kill_in_every_arm(
         if arm in ("in_place", "spare"):
             assert rows[arm, REPEATED]["values"] == [0]
         # From the newest checkpoint; the one of the very last steps may not have been complete
-        if arm == "restart":
+        if arm in ("restart", *OF_SCRIPT):
             assert rows[arm, REPEATED]["values"][0] in (kill["step"] % 8, kill["step"] % 8 + 8)
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_no_arm_is_without_a_test() -> None:
     kinds = {"in_place", "restart", "spare", "shrink", PEER, TORCHFT, TORCHFT_DEFAULTS, TORCHRUN}
-    assert set(ARMS) == kinds
+    assert set(ARMS) == {*kinds, *OF_SCRIPT}
 
 
 @pytest.mark.full

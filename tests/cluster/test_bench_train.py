@@ -18,7 +18,7 @@ from nanoray.base.proc import session_members
 from nanoray.bench import __main__ as bench
 from nanoray.bench import train
 from nanoray.bench.harness import launchers
-from nanoray.bench.harness.launchers import Moments
+from nanoray.bench.harness.launchers import METRICS, SCRIPT_LAUNCHERS, Moments
 from nanoray.bench.harness.processes import ChildFailed
 
 SLOW_S = 600  # a limit for machines that are busy with other tests
@@ -77,6 +77,29 @@ def test_one_process_and_torchtrainer_train(text: Path, tmp_path: Path) -> None:
     assert all(rows[arm, train.STEP]["median"] > 0 for arm in ("plain", "torchtrainer"))
 
 
+@pytest.mark.usefixtures("shared_head")
+@pytest.mark.timeout(SLOW_S)
+@pytest.mark.full
+def test_a_plain_script_trains_in_the_same_way_under_torchrun_and_nanoray_run(
+    text: Path, tmp_path: Path
+) -> None:
+    rows = measure(
+        text,
+        tmp_path,
+        "--arms",
+        "torchrun-script,run,run-init",
+        "--workers",
+        "2",
+        "--device",
+        "cpu",
+    )
+    for arm in ("torchrun-script", "run", "run-init"):
+        assert 0 < rows[arm, train.FIRST]["median"] < rows[arm, train.WHOLE]["median"]
+    assert rows["run / torchrun-script", train.STEP]["n"] == 1
+    last = {rows[arm, METRICS["last_loss"][0]]["median"] for arm in ("torchrun-script", "run")}
+    assert len(last) == 1
+
+
 @pytest.mark.timeout(SLOW_S)
 @pytest.mark.full
 @pytest.mark.parametrize("arm", ["ray-init", "torchtrainer-init"])
@@ -107,7 +130,9 @@ def test_every_loop_trains(arms: tuple[str, ...], text: Path, tmp_path: Path) ->
 
 def test_no_arm_is_without_a_test() -> None:
     tested = ("torchrun", "ray", "plain", "torchtrainer", "ray-init", "torchtrainer-init")
-    assert {*tested, *train.NARROW, *train.WIDE, *train.TRACED} == set(train.ARMS)
+    assert {*tested, *SCRIPT_LAUNCHERS, *train.NARROW, *train.WIDE, *train.TRACED} == set(
+        train.ARMS
+    )
 
 
 def test_a_failed_arm_is_reported_and_the_others_go_on(

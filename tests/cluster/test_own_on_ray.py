@@ -236,7 +236,9 @@ def test_the_ray_of_a_program_is_used_and_stays_as_it_was(
     assert "signal only works in main thread" not in output
 
     # What the script prints comes before its error; logging goes to stderr.
-    before, error, _ = done.stdout.partition("failed in init of step 0: ValueError: of the script")
+    before, error, _ = done.stdout.partition(
+        "failed in script of step 0: ValueError: of the script"
+    )
     assert error, output
     assert "printed before the error\n" in before
     assert 'raise ValueError("of the script")' in done.stdout

@@ -48,6 +48,7 @@ def test_a_script_prints_what_it_prints_under_torchrun(
     )
     code, output = run(tmp_path, *words)
     assert (code, plain.returncode) == (0, 0), output + plain.stderr
+    assert "dashboard" not in output, "its own Ray starts a second sooner without"
     assert len(lines_of(output)) == lines
     assert lines_of(output) == lines_of(plain.stdout)
     assert len([*(tmp_path / "runs").glob("*/logs/rank*.log")]) == 2

@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ import pytest
 import yaml
 
 from nanoray.kube.render import KUBE_DIR
-from nanoray.trace.__main__ import read_steps
 from tests.harness.cluster import TOKEN, assert_same_run
 from tests.harness.commands import torchrun, wait_for
-from tests.harness.hosts import Hosts, commands_on, has_compiler, missing, run_on, start_on
+from tests.harness.hosts import Hosts, commands_on, missing, start_on
 from tests.harness.manifests import build
 from tests.harness.pods import RunningPod
 from tests.harness.ranks import TINY, only_run
@@ -115,13 +113,12 @@ class Ranks:
             raise AssertionError(f"no end: {self.output(0)}\n{self.output(1)}") from None
 
 
-def ray_on(hosts: Hosts, *names: str, clock_offset_s: dict[str, int] | None = None) -> None:
+def ray_on(hosts: Hosts, *names: str) -> None:
     """Start a Ray of one CPU a host, its head on alpha."""
-    offsets = clock_offset_s or {}
     role = "--head --include-dashboard=false"
     for name in names:
         command = f"ray start {role} --block --num-cpus=1"
-        host = hosts.host(name, command, offsets.get(name, 0), **RAY)
+        host = hosts.host(name, command, **RAY)
         wait_for_ray(host)
         role = "--address=alpha:6379"
 
@@ -251,31 +248,6 @@ def test_loss_in_one_direction_changes_no_bit(hosts: Hosts, here: Path, tmp_path
     assert_same_run(hosts.volume / "runs", here)
 
 
-@pytest.mark.full
-def test_clocks_that_are_an_hour_apart(hosts: Hosts, here: Path, tmp_path: Path) -> None:
-    """The trace puts both hosts on one clock, the name is the opener's UTC."""
-    if not has_compiler():
-        pytest.skip("a host with another clock needs a C compiler")
-    hosts.host("alpha", clock_offset_s=3600)
-    beta = hosts.host("beta")
-    assert float(run_on(beta, "date +%s").stdout) == pytest.approx(time.time(), abs=60)
-    ahead = float(run_on(hosts.pods["alpha"], "date +%s").stdout)
-    assert ahead == pytest.approx(time.time() + 3600, abs=60)
-
-    ranks = Ranks(hosts, tmp_path, "--comm_trace", "every=1")
-    assert ranks.finish() == [0, 0], ranks.output() + ranks.output(1)
-    run = only_run(hosts.volume / "runs")
-    assert_same_run(hosts.volume / "runs", here)
-
-    named = datetime.strptime(run.name[:17], "%Y-%m-%d_%H%M%S").replace(tzinfo=timezone.utc)
-    assert named.timestamp() == pytest.approx(ahead, abs=300)
-    # An all-reduce ends on both hosts at the same time, to within the time of a message.
-    for step in read_steps(run):
-        for row in step["collectives"]:
-            first, second = row["end_ms"]
-            assert abs(first - second) < 1000, row
-
-
 # ---- Ray -----------------------------------------------------------------------------------------
 
 
@@ -313,16 +285,6 @@ def test_a_host_with_a_rank_is_cut_off_and_comes_back(hosts: Hosts, here: Path, 
         assert "Ray has lost its node: terminated unexpectedly" in output
         assert " no step is repeated" in output
     assert steps_of(hosts.volume / "runs") == list(range(1, STEPS + 1))
-    assert_same_run(hosts.volume / "runs", here)
-
-
-@pytest.mark.full
-def test_ray_with_clocks_that_are_an_hour_apart(hosts: Hosts, here: Path) -> None:
-    if not has_compiler():
-        pytest.skip("a host with another clock needs a C compiler")
-    ray_on(hosts, "alpha", "beta", clock_offset_s={"beta": 3600})
-    process, log = launch(hosts, "--comm_trace", "every=2")
-    wait_for_end(process, log)
     assert_same_run(hosts.volume / "runs", here)
 
 

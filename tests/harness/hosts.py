@@ -1,5 +1,5 @@
-"""Two and more machines on this one: each has an address, a file system, a clock and processes of its
-own, and a link whose delay, rate and loss a test sets.
+"""Two and more machines on this one: each has an address, a file system and processes of its own,
+and a link whose delay, rate and loss a test sets.
 
 A host is a pod (pods.py) that shares no volume with the others. What makes real machines differ
 from pods is there as well: the hosts file of Debian and Ubuntu, in which a machine's own name is
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,49 +19,6 @@ from tests.harness import pods, switch
 from tests.harness.commands import wait_for
 from tests.harness.pods import Machine, RunningPod, ip
 from tests.harness.switch import SwitchProcess
-
-# Adds CLOCK_OFFSET_S to the time of day, and to no other clock. A wait until a time of day ends in
-# the kernel, by the kernel's clock, so the offset is taken off again there.
-_CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <pthread.h>
-#include <stdlib.h>
-#include <sys/time.h>
-#include <time.h>
-
-static long offset(void) {
-  const char *text = getenv("CLOCK_OFFSET_S");
-  return text ? atol(text) : 0;
-}
-int clock_gettime(clockid_t id, struct timespec *t) {
-  static int (*real)(clockid_t, struct timespec *);
-  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-  int failed = real(id, t);
-  if (!failed && id == CLOCK_REALTIME) t->tv_sec += offset();
-  return failed;
-}
-int gettimeofday(struct timeval *t, void *zone) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  t->tv_sec = now.tv_sec;
-  t->tv_usec = now.tv_nsec / 1000;
-  return 0;
-}
-time_t time(time_t *t) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  if (t) *t = now.tv_sec;
-  return now.tv_sec;
-}
-int pthread_cond_timedwait(pthread_cond_t *c, pthread_mutex_t *m, const struct timespec *until) {
-  static int (*real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
-  if (!real) real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
-  struct timespec t = *until;
-  if (t.tv_sec > 1000000000) t.tv_sec -= offset(); /* less would be seconds since the boot */
-  return real(c, m, &t);
-}
-"""
 
 
 def missing() -> str:
@@ -94,21 +50,9 @@ class Hosts(Machine):
     def _make_network(self, name: str) -> _Network:
         return _Network()
 
-    def host(
-        self, name: str, command: str = "sleep infinity", clock_offset_s: int = 0, **env: str
-    ) -> RunningPod:
-        """Start a host whose first process is `command`.
-
-        `clock_offset_s`: how far its clocks are ahead of this machine's, the time of day and the
-        time since the boot; needs a C compiler.
-        """
-        unshare: tuple[str, ...] = ()
-        if clock_offset_s:
-            ahead = str(abs(clock_offset_s))  # the kernel lets no clock since the boot go below 0
-            unshare = ("--time", "--monotonic", ahead, "--boottime", ahead)
-            library = self._clock_library()
-            env = {"LD_PRELOAD": library, "CLOCK_OFFSET_S": str(clock_offset_s)} | env
-        host = self.start(name, command, env, 2**28, volume=self.data(name), unshare=unshare)
+    def host(self, name: str, command: str = "sleep infinity", **env: str) -> RunningPod:
+        """Start a host whose first process is `command`."""
+        host = self.start(name, command, env, 2**28, volume=self.data(name))
         wait_for(lambda: _is_up(host), 60, said=lambda: host.log)
         return host
 
@@ -120,16 +64,6 @@ class Hosts(Machine):
         own.mkdir(exist_ok=True)
         return own
 
-    def _clock_library(self) -> str:
-        """Compile the library once; return its path inside of a host."""
-        built = self.config / "clock.so"
-        if not built.exists():
-            source = self.config / "clock.c"
-            source.write_text(_CLOCK)
-            command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(built), str(source), "-ldl"]
-            subprocess.run(command, check=True, capture_output=True)
-        return f"/etc/nanoray/{built.name}"
-
     def _prepare(self, name: str, netns: str) -> None:
         """Add the bridge of Docker, with the address that it has on every machine."""
         ip("-n", netns, "link", "add", "docker0", "type", "bridge")
@@ -140,11 +74,6 @@ class Hosts(Machine):
         """Return a hosts file as the installers of Debian and Ubuntu write it."""
         others = [f"{address} {name}\n" for name, address in self._names.items() if name != pod]
         return f"127.0.0.1 localhost\n127.0.1.1 {pod}\n{''.join(others)}"
-
-
-def has_compiler() -> bool:
-    """Return whether `clock_offset_s` works here."""
-    return shutil.which("cc") is not None
 
 
 def _is_up(host: RunningPod) -> bool:

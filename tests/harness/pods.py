@@ -230,11 +230,10 @@ class Machine:
         shm_bytes: int,
         aliases: tuple[str, ...] = (),
         volume: Path | None = None,
-        unshare: tuple[str, ...] = (),
     ) -> RunningPod:
         """Start a pod; it can be found under `name` and `aliases` from now on.
 
-        Its /data is `volume`, by default the machine's. `unshare`: more flags of unshare(1).
+        Its /data is `volume`, by default the machine's.
         """
         self._count += 1
         address, netns = f"{self._net}.{self._count}", f"{self._id}-{self._count}"
@@ -270,7 +269,7 @@ class Machine:
         (folder / "hosts").touch()
         with (folder / "log").open("ab") as log:
             where = volume or self.volume
-            process = self._spawn(netns, name, folder, shm_bytes, command, log, where, unshare)
+            process = self._spawn(netns, name, folder, shm_bytes, command, log, where)
         self.pods[name] = RunningPod(name, address, process, folder, netns)
         self._write_hosts()
         return self.pods[name]
@@ -287,9 +286,8 @@ class Machine:
         command: str,
         log: IO[bytes],
         volume: Path,
-        unshare: tuple[str, ...],
     ) -> subprocess.Popen[Any]:
-        inside = ["unshare", "--mount", "--pid", "--uts", "--ipc", *unshare, "--fork"]
+        inside = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork"]
         inside.append("--kill-child=SIGKILL")
         script = f"hostname {name}\n{_INIT}"
         words = [

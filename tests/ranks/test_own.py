@@ -299,10 +299,6 @@ def refused(main: Callable[[Run], Any], folder: Path) -> str:
     return f"{outcome['error']}: {outcome['message']}"
 
 
-def never_fits(run: Run) -> None:
-    pass
-
-
 def fits_twice(run: Run) -> None:
     fit(run)
     fit(run)
@@ -320,11 +316,6 @@ def of_half_a_model(run: Run) -> None:
 @pytest.mark.parametrize(
     ("main", "text"),
     [
-        (
-            never_fits,
-            "ConfigError: never_fits returned without training; call RuntimeEngine(model, "
-            "optimizer, run).",
-        ),
         (fits_twice, "ConfigError: fit was called twice in one run; launch a run for each of them"),
         (
             of_another_model,

@@ -14,7 +14,6 @@ from nanoray.__main__ import main as command
 from nanoray.tools.report.__main__ import main
 from nanoray.tools.report.charts import POINTS, running_mean, thinned
 from nanoray.trace.accounts import accounts_of
-from tests.harness.browser import in_chromium, require_width
 from tests.harness.commands import run, torchrun
 
 HOSTILE = "</pre><script>document.title = 'taken'</script><img src=http://example.org/x.png>"
@@ -196,14 +195,3 @@ def test_a_comparison_marks_each_cell_that_differs(runs: dict[str, Path], tmp_pa
     summaries = [json.loads((runs[name] / "summary.json").read_text()) for name in ("two", "one")]
     change = 100 * (summaries[1]["val_loss"] / summaries[0]["val_loss"] - 1)
     assert f"{change:+.1f} %</span>" in html
-
-
-@pytest.mark.full
-@in_chromium
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_it_without_overflow(
-    runs: dict[str, Path], tmp_path: Path, width: int
-) -> None:
-    page = tmp_path / "page.html"
-    assert main([str(runs["two"]), "--output", str(page)]) == 0
-    require_width(page, width)

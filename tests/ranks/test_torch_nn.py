@@ -1,4 +1,4 @@
-"""Every class of torch.nn with its options, in every mode: trained as by plain torch, or refused."""
+"""The classes of torch.nn that ranks could compute otherwise, in every mode: as by plain torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from nanoray.own.run import Run
 from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
 from tests.harness.lasting_ranks import LastingRanks
-from tests.harness.torch_nn import SPECIMENS, Around, Specimen, batch, unvaried
-from tests.harness.zoo_public import MODES
+from tests.harness.torch_nn import MODES, SPECIMENS, Around, Specimen, batch
 
 CPU = torch.device("cpu")
 BATCH = 12
@@ -45,7 +44,6 @@ SETTINGS: dict[str, Any] = {
     "init_timeout_s": 30,
 }
 TOLERANCE = 2e-5
-TOGETHER = 60  # specimens that are trained as one model
 BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
 
 
@@ -72,10 +70,6 @@ def alone(specimens: Sequence[Specimen], world: int) -> dict[str, Tensor]:
     pieces = 1 if specimens[0].over_all_ranks else world
     size = BATCH // pieces
     data = OwnData(TensorDataset(*batch(4 * BATCH)), None, SEED, BATCH, CPU)
-    model.eval()
-    with torch.no_grad():
-        model(*data.train_batch(0, size))  # lazy modules get their weights
-    model.train()
     optimizer = optimizer_of(model)
     averaged = set()
     for name, module in model.named_modules():
@@ -112,16 +106,10 @@ def wrong(
     spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
     names = [specimen.name for specimen in specimens]
     outcomes = ranks.train(spec, Program(partial(train, names=names), frozenset(settings)))
-    refusal = specimens[0].refused.get(mode, "") if len(specimens) == 1 else ""
     for rank, outcome in enumerate(outcomes):
-        error = f"{outcome.get('error', 'none')}: {outcome.get('message', '')}"
-        if refusal and world > 1 and not (error.startswith("ConfigError") and refusal in error):
-            yield f"rank {rank} did not refuse with {refusal!r}: {error}"
-        elif not refusal and "error" in outcome:
-            yield f"rank {rank}: {error}"
+        if "error" in outcome:
+            yield f"rank {rank}: {outcome['error']}: {outcome['message']}"
             return
-    if any("error" in outcome for outcome in outcomes):
-        return
 
     newest, _ = newest_valid(spec.checkpoints)
     assert newest is not None
@@ -135,65 +123,16 @@ def wrong(
             yield f"{name} is {far:.1e} away"
 
 
-def test_every_class_of_torch_nn_and_every_option_has_a_specimen() -> None:
-    """A new torch may bring others: add them to tests/harness/torch_nn.py."""
-    assert not unvaried()
-    assert len(BY_NAME) == len(SPECIMENS)
-
-
-def everyday() -> list[list[Specimen]]:
-    """Return a specimen of each family, with the options of its batch norms, and SyncBatchNorms."""
-    chosen: dict[bool, list[Specimen]] = {False: [], True: []}
-    seen = set()
-    for specimen in SPECIMENS:
-        # A class for images is computed as that for sequences.
-        family = specimen.kind.removeprefix("Lazy").rstrip("123d")
-        if family in seen and specimen.kind not in ("BatchNorm1d", "SyncBatchNorm"):
-            continue
-        seen.add(family)
-        chosen[specimen.over_all_ranks].append(specimen)
-    return [*chosen.values()]
-
-
-@pytest.mark.full
-def test_a_specimen_of_each_family_trains_as_in_plain_torch(tmp_path: Path) -> None:
-    lines = []
-    with LastingRanks(2) as ranks:
-        for mode, together in zip(("fsdp", "ddp"), everyday(), strict=True):
-            lines += wrong(ranks, 2, together, mode, tmp_path / mode)
-    assert not lines, "\n".join(lines)
-
-
-def together_or_alone(mode: str) -> list[list[Specimen]]:
-    """Return all specimens: those that are refused alone, the others by TOGETHER."""
-    groups = [[specimen] for specimen in SPECIMENS if mode in specimen.refused]
-    for over_all_ranks in (False, True):
-        accepted = []
-        for specimen in SPECIMENS:
-            if specimen.over_all_ranks is over_all_ranks and mode not in specimen.refused:
-                accepted.append(specimen)
-        for first in range(0, len(accepted), TOGETHER):
-            groups.append(accepted[first : first + TOGETHER])
-    return groups
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_all_specimens_do_so(tmp_path: Path, world: int, mode: str) -> None:
-    """Those of a model that fails are tried one by one."""
+def test_specimens_train_as_in_plain_torch(tmp_path: Path, world: int, mode: str) -> None:
+    """As parts of one model; apart from the others those that look at the samples of all ranks."""
     if world == 1 and mode != "ddp":
         pytest.skip("one rank shares nothing")
-    lines = []
+    lines: list[str] = []
     with LastingRanks(world) as ranks:
-        for number, together in enumerate(together_or_alone(mode)):
-            found = [*wrong(ranks, world, together, mode, tmp_path / str(number))]
-            if not found or len(together) == 1:
-                lines += [f"{together[0].name}: {line}" for line in found]
-                continue
-            lines += [f"together: {line}" for line in found[:1]]
-            for place, specimen in enumerate(together):
-                folder = tmp_path / f"{number}-{place}"
-                for line in wrong(ranks, world, [specimen], mode, folder):
-                    lines.append(f"{specimen.name}: {line}")
+        for over_all_ranks in (False, True):
+            together = [each for each in SPECIMENS if each.over_all_ranks is over_all_ranks]
+            lines += wrong(ranks, world, together, mode, tmp_path / str(over_all_ranks))
     assert not lines, "\n".join(lines)

@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -54,6 +55,17 @@ EXCUSED = (
 )
 
 
+def open_files(pid: int) -> Counter[str]:
+    """Return how many files a process has open, by kind: sockets, pipes, ..., files by suffix."""
+    kinds = Counter[str]()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it has been closed meanwhile
+            target = os.readlink(link)
+            is_file = target.startswith("/")
+            kinds[Path(target).suffix[1:] or "files" if is_file else target.split(":[")[0]] += 1
+    return kinds
+
+
 class SoakFailed(Exception):
     """The run did not survive; the message ends with the last lines of its output."""
 
@@ -65,8 +77,8 @@ class SeenRun:
     # Seconds of the command, steps done for good
     points: list[tuple[float, int]] = field(default_factory=list)
     repeated: int = 0
-    # "driver 123" or "rank 0, 456" -> per second
-    files: dict[str, list[int]] = field(default_factory=dict)
+    # "driver 123" or "rank 0, 456" -> how many of each kind, once a second
+    files: dict[str, list[Counter[str]]] = field(default_factory=dict)
     # By slot: base of its attempt, completed steps
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -160,7 +172,11 @@ class ObservedRun:
             holders += [(f"rank {slot}, {pid}", pid) for slot, pid in self.ranks()] if done else []
             for name, pid in holders:
                 with suppress(OSError):
-                    self.seen.files.setdefault(name, []).append(len(os.listdir(f"/proc/{pid}/fd")))
+                    kinds = open_files(pid)
+                    # A rank that waits for the others has none of the files and connections of
+                    # training yet: what it opens then is no leak.
+                    if pid == self.driver.process.pid or kinds["progress"]:
+                        self.seen.files.setdefault(name, []).append(kinds)
 
     def done(self) -> bool:
         """Return whether the command has ended and the run is complete.

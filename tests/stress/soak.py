@@ -66,8 +66,9 @@ PARTS = 5  # of the run, each with its own rate
 LEAST_STEPS = 200
 CALIBRATION_STEPS = 400
 SAVE_S = 3.0  # between checkpoints, more or less: between two faults there is time for one
-# More than early in its life; a survivor that serves the store holds 16 more, however often it does
-MOST_FDS = 32
+# More than in the first half of its training: a rank that serves the store after a recovery has 16
+# connections more, however often it does
+MOST_FDS = 24
 GOODPUT = 0.9
 GRACE_S = 300.0  # on top of twice the minutes, until a run without an end has failed
 JUDGED_S = 120.0  # a clean run that is shorter says little of its rate
@@ -499,11 +500,15 @@ def _add_open_files(report: Report, training: ObservedRun) -> None:
             continue
         name, counts = max(lives.items(), key=lambda life: len(life[1]))
 
-        # Compare the number after start-up with the median of the last seconds.
-        most = counts[len(counts) // 5] + MOST_FDS
-        grown = int(statistics.median(counts[-5:])) > most
-        note = f"of {name}, which lived {len(counts)} s: {counts[len(counts) // 5]} early, {counts[-1]} at the end"
-        report.add(FAULTY, f"open files, {who}", "", max(counts), note, wrong=int(grown))
+        # Compare the most of the first half with the median of the last seconds.
+        totals = [kinds.total() for kinds in counts]
+        early = max(counts[: len(counts) // 2 + 1], key=Counter.total)
+        grown = int(statistics.median(totals[-5:])) > early.total() + MOST_FDS
+        note = (
+            f"of {name}, which trained for {len(counts)} s: {early.total()} early, {totals[-1]} at "
+            f"the end; more of {_format_counts(counts[-1] - early) or 'none'}"
+        )
+        report.add(FAULTY, f"open files, {who}", "", max(totals), note, wrong=int(grown))
 
 
 def _add_targets(report: Report) -> None:

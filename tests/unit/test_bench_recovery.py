@@ -292,7 +292,7 @@ def test_an_interrupted_benchmark_keeps_the_kills_of_before(
         return MeasuredFault(turn, 0, 10, 2.0 + turn, 0, 0)
 
     monkeypatch.setattr(recovery, "_kill_once", kill_once)
-    monkeypatch.setattr(recovery, "_train_reference", lambda plan: {})
+    monkeypatch.setattr(recovery, "_train_reference", lambda plan, arms: {})
     with pytest.raises(KeyboardInterrupt):
         recovery._measure_standstills(plan, (10, 20))
     in_place, restart = (report.row(arm, STANDSTILL) for arm in plan.arms)

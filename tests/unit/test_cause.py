@@ -189,6 +189,15 @@ def test_a_consequence_is_not_named_before_its_root_can_be_known() -> None:
     assert collector.cause.rank == 1
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_rank_lost_in_a_loop_of_its_own_is_not_replaced(live: bool) -> None:
+    """There no rank has a state to keep, unless one joins ranks that train."""
+    collector = FailureCollector(range(2), True, 30.0, 1.5, live)
+    collector.ended(1, failure(1, phase="script"), 10.0)
+    assert collector.complete(11.6) == (not live)
+    assert collector.in_place == live
+
+
 @pytest.mark.parametrize(("phase", "live"), [("init", False), ("init", True), ("forward", False)])
 def test_a_refusal_ends_the_wait_only_if_nobody_holds_a_state(phase: str, live: bool) -> None:
     """A run that cannot start ends at once. Later the ranks that are left have something to save."""

@@ -201,12 +201,14 @@ def test_off_is_accepted_where_it_is_off_already(
     values: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     flags = [f"--{key}={value}" for key, value in values.items()]
-    parse_args([*flags, *words], "x", "y")
+    given = parse_args([*flags, *words], "x", "y").config
     pairs = dict(zip(words[::2], words[1::2], strict=True))
     file = tmp_path / "mine.yaml"
     lines = [f"{key.removeprefix('--')}: {value}\n" for key, value in pairs.items()]
     file.write_text("".join(lines) + "".join(f"{key}: {values[key]}\n" for key in values))
-    load_config(str(file), "tiny")
+    from_file = load_config(str(file), "tiny")
+    for config in (given, from_file):
+        assert config.model_dump().items() >= values.items()
 
 
 # ---- groups --------------------------------------------------------------------------------------

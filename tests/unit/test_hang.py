@@ -142,6 +142,15 @@ def test_off_and_before_all_ranks_were_seen() -> None:
     assert not half.hangs()
 
 
+def test_a_loop_of_its_own_may_take_any_time_between_its_steps() -> None:
+    time = Time()
+    watchdog = Watchdog(range(2), 5.0, time)
+    for _ in range(20):
+        time.now += 4
+        update(watchdog, (7, "script"), (0, "script"))
+        assert not watchdog.hangs()
+
+
 def test_a_rank_that_does_not_answer_is_frozen_in_any_phase() -> None:
     """A rank may set up for long as long as it answers; one that has ended need not answer."""
     time = Time()

@@ -1,14 +1,11 @@
 """tests/kinds.yaml: no kind of fault is without a test in `make test`; and neither is a promise.
 
-Beside each promise of README.md and docs/reliability.md a comment names the tests that hold it:
-`<!-- tests: FOLDER/FILE.py::TEST, ... -->`.
+tests/promises.yaml names the tests that hold each promise of README.md and docs/reliability.md.
 """
 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,12 +71,10 @@ def test_each_test_that_is_left_out_belongs_to_a_kind() -> None:
     assert missing == [], "add it to a kind in tests/kinds.yaml, beside the test that remains"
 
 
-def promises(text: str, header: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row of the table with this header: its first cell, and the tests beside it."""
+def rows_of(text: str, header: str) -> list[str]:
+    """Return the first cell of each row of the table with this header."""
     table = text.partition(f"\n{header}")[2].partition("\n\n")[0]
-    for row in table.splitlines()[2:]:
-        tests = re.search(r"<!-- tests: (.+?) -->", row)
-        yield row.split("|")[1].strip(), tests[1].split(", ") if tests else []
+    return [row.split("|")[1].strip() for row in table.splitlines()[2:]]
 
 
 def not_everyday(tests: list[str]) -> list[str]:
@@ -91,33 +86,21 @@ def not_everyday(tests: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PROMISES)
-def test_a_promise_names_everyday_tests(page: str) -> None:
-    rows = list(promises((ROOT / page).read_text(encoding="utf-8"), PROMISES[page]))
+def test_a_promise_has_everyday_tests(page: str) -> None:
+    tests = yaml.safe_load((TESTS / "promises.yaml").read_text(encoding="utf-8"))[page]
+    rows = rows_of((ROOT / page).read_text(encoding="utf-8"), PROMISES[page])
     assert len(rows) >= 9
-    for promise, tests in rows:
-        assert tests, f"{promise}: name its tests in a comment at the end of the row"
-        assert not_everyday(tests) == [], f"{promise}: full, or gone"
+    assert list(tests) == rows
+    for promise in rows:
+        assert tests[promise], f"{promise}: name its tests in tests/promises.yaml"
+        assert not_everyday(tests[promise]) == [], f"{promise}: full, or gone"
 
 
 def test_a_promise_without_an_everyday_test_is_found() -> None:
-    table = """
-| promise | kept by |
-| --- | --- |
-| a | b <!-- tests: unit/test_kinds.py::test_a_kind_has_an_everyday_test, unit/test_kinds.py::no -->|
-| c | <!-- tests: gpu/test_cuda.py::test_a, cluster/test_kill_points.py::test_drivers_end_at_every_point --> |
-| d | e |
-
-| promise | of another table |
-"""
-    found = [(promise, not_everyday(tests)) for promise, tests in promises(table, "| promise ")]
-    assert found == [
-        ("a", ["unit/test_kinds.py::no"]),
-        (
-            "c",
-            [
-                "gpu/test_cuda.py::test_a",
-                "cluster/test_kill_points.py::test_drivers_end_at_every_point",
-            ],
-        ),
-        ("d", []),
+    gone = "unit/test_kinds.py::no"
+    others = [
+        "gpu/test_cuda.py::test_a",
+        "cluster/test_kill_points.py::test_drivers_end_at_every_point",
     ]
+    here = "unit/test_kinds.py::test_a_kind_has_an_everyday_test"
+    assert not_everyday([here, gone, *others]) == [gone, *others]

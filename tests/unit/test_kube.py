@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.config import load_config, make_config
+from nanoray.config import load_config, load_settings, make_config
 from nanoray.errors import ConfigError
 from nanoray.kube import kustomize
 from nanoray.kube.__main__ import main
@@ -243,7 +243,8 @@ def test_without_kubectl_a_render_says_what_to_install(
 def kube_config(**values: Any) -> Any:
     kube = values.pop("kube", {})
     base = {"name": "My_Run", "workers": 2, "device": "cpu", "dataset": "shakespeare"}
-    return load_config(None, "shakespeare-cpu", base | values | {"kube": kube}, elsewhere=True)
+    settings = base | values | {"kube": kube}
+    return load_settings(None, "shakespeare-cpu", settings, elsewhere=True).config
 
 
 def test_render_carries_the_configuration_along() -> None:

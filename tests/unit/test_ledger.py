@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nanoray.base.mapped import content_of
 from nanoray.errors import ConfigError
 from nanoray.trace import accounts
 from nanoray.trace.accounts import accounts_of
@@ -248,8 +249,13 @@ def test_without_a_ledger_the_remedy_is_named(
 
 def test_without_room_for_a_ledger_a_rank_trains_all_the_same(tmp_path: Path) -> None:
     """As on a full disk while a lost rank is replaced: its seconds have no account of their own."""
-    rank = Ledger(Path("/dev/full"), COMMAND, True, Clock(0))
+    full = Path("/dev/full")
+    clock = Clock(0)
+    rank = Ledger(full, COMMAND, True, clock)
+    before = content_of(full)
+    clock.at = 2.0
     rank.phase(1, "data")
+    assert content_of(full) != before
     rank.close()
 
 

@@ -151,6 +151,7 @@ def test_a_script_that_exits_is_an_error_or_at_its_end_none(spec: RunSpec) -> No
     """SystemExit would end the process as if it had been killed."""
 
     def main(run: Any, code: int | None, trained: bool) -> None:
+        run.leave_loop()  # as an engine does when it begins
         run.outcome = {"exit_reason": "finished"} if trained else None
         sys.exit(code)
 
@@ -160,6 +161,8 @@ def test_a_script_that_exits_is_an_error_or_at_its_end_none(spec: RunSpec) -> No
 
     for code in (0, None):
         assert end(code, trained=True) == {"ok": True, "exit_reason": "finished"}
+        loop = worker(Program(lambda _, code=code: sys.exit(code), frozenset()))
+        assert loop.run(spec.to_dict(), R)["exit_reason"] == "finished"
     for code, trained in ((5, True), (5, False), (0, False)):
         found = end(code, trained)
         assert (found["ok"], found["kind"]) == (False, "refused")

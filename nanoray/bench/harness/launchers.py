@@ -23,7 +23,15 @@ from nanoray.base.proc import all_processes
 from nanoray.bench.harness.processes import Child, ChildFailed
 from nanoray.host.interfaces import free_port
 
-LAUNCHERS = ("plain", "torchrun", "ray", "ray-init", "torchtrainer", "torchtrainer-init")
+# The ways to start peers/plain_ddp.py: -> flags of `nanoray run`; None: torchrun
+SCRIPT_LAUNCHERS: dict[str, list[str] | None] = {
+    "torchrun-script": None,
+    "run": [],
+    "run-init": [],
+}
+RECIPE_LAUNCHERS = ("plain", "torchrun", "ray", "ray-init", "torchtrainer", "torchtrainer-init")
+LAUNCHERS = (*RECIPE_LAUNCHERS, *SCRIPT_LAUNCHERS)
+SCRIPT = Path(__file__).parents[1] / "peers" / "plain_ddp.py"
 SAME_LOSS = 0.02  # relative: the arms sum gradients in another order, no more
 RANK_PID = re.compile(r"attempt \d+, pid (\d+)")  # in the log of a rank
 SAMPLE_S = 0.5  # between two looks at /proc: each takes a few milliseconds of a core
@@ -99,6 +107,33 @@ def command(
     # "-init": the command starts a Ray of its own and does not use the one that runs
     where = "local" if arm.endswith("-init") else address
     return [*python, module, "--ray_address", where, "--workers", str(workers), *recipe]
+
+
+def script_command(
+    arm: str,
+    workers: int,
+    device: str,
+    flags: list[str],
+    address: str,
+    folder: Path,
+    python_path: str = sys.executable,
+    restarts: int = 0,
+) -> list[str]:
+    """Return the command line that starts the plain script as `arm` does, for a run in `folder`."""
+    python = [python_path, "-m"]
+    script = [str(SCRIPT), *flags]
+    of_run = SCRIPT_LAUNCHERS[arm]
+    if of_run is None:
+        launcher = ["torch.distributed.run", f"--nproc-per-node={workers}"]
+        launcher += [f"--master-port={free_port()}", f"--max-restarts={restarts}"]
+        return [*python, *launcher, *script]
+
+    where = "local" if arm.endswith("-init") else address
+    launcher = ["nanoray", "run", "--ray_address", where, "--workers", str(workers)]
+    launcher += ["--device", device, "--max_failures", str(restarts)]
+    # Its own logs lie a folder deeper than the script's, which are read here.
+    launcher += ["--out_dir", str(folder / "launcher"), *of_run]
+    return [*python, *launcher, *script]
 
 
 def run_once(

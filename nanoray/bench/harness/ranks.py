@@ -349,7 +349,7 @@ class _Actor(Rank):
     def __init__(self, slot: Record) -> None:
         import ray
 
-        from nanoray.launch.placement import bound_devices
+        from nanoray.launch.devices import bound_devices
 
         devices = ",".join(bound_devices())
         slice_or_uuid = devices if devices.startswith(("MIG-", "GPU-")) else ""

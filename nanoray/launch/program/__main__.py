@@ -146,7 +146,8 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
         return 0
 
     begun = time.monotonic()
-    with using(attached) if attached else connected(address, slots), catch_signals() as stop:
+    session = using(attached) if attached else connected(address, slots, dashboard=False)
+    with session, catch_signals() as stop:
         place = Placement.make(config, stop.check)
         try:
             folder = new_folder(Path(lasting_out_dir(config)).absolute(), config.name)

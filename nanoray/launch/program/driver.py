@@ -37,6 +37,7 @@ from nanoray.faults.cause import (
     title_of,
 )
 from nanoray.host.interfaces import LOOPBACK
+from nanoray.host.launchers import torchrun_variables
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.launch.program.rank import ProgramRank
 from nanoray.launch.signals import Stop
@@ -183,7 +184,7 @@ class ProgramDriver:
             facts["pid"] = pid
 
     def variables_of(self, rank: int) -> dict[str, str]:
-        """Return what torchrun would tell a rank, and the devices of its node."""
+        """Return what torchrun would give a rank, and the devices of its node."""
         node = self.facts[rank]["node"]
         nodes = list(dict.fromkeys(facts["node"] for facts in self.facts))
         here = [other for other, facts in enumerate(self.facts) if facts["node"] == node]
@@ -193,24 +194,21 @@ class ProgramDriver:
         if self.place.kind == "mig":
             here, group, groups = [rank], rank, len(self.facts)
             devices = self.facts[rank]["devices"]
-        variables = {
-            "RANK": rank,
-            "WORLD_SIZE": len(self.facts),
-            "LOCAL_RANK": here.index(rank),
-            "LOCAL_WORLD_SIZE": len(here),
-            "GROUP_RANK": group,
-            "GROUP_WORLD_SIZE": groups,
-            "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": len(self.facts),
-            "ROLE_NAME": "default",
-            "TORCHELASTIC_RUN_ID": self.program.folder.name,
-            "TORCHELASTIC_RESTART_COUNT": len(self.failures),
-            "TORCHELASTIC_MAX_RESTARTS": self.program.max_failures,
-            "TORCHELASTIC_ERROR_FILE": self._error_file(rank),
-        }
+        variables = torchrun_variables(
+            rank=rank,
+            world_size=len(self.facts),
+            local_rank=here.index(rank),
+            local_world_size=len(here),
+            group_rank=group,
+            group_world_size=groups,
+            run_id=self.program.folder.name,
+            restarts=len(self.failures),
+            max_restarts=self.program.max_failures,
+            error_file=self._error_file(rank),
+        )
         if self.place.kind != "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        return {key: str(value) for key, value in variables.items()}
+        return variables
 
     def _error_file(self, rank: int) -> Path:
         """Return the file in which a program of torch's `@record` reports its error in this attempt."""

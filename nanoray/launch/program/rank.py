@@ -21,9 +21,14 @@ import ray
 from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
 from nanoray.host.interfaces import free_port
-from nanoray.launch.placement import bound_devices
+from nanoray.launch.devices import bound_devices
 
 STANDBY = Path(__file__).with_name("standby.py")
+# What a program of torch imports before it is known
+MODULES = ("torch.distributed", "torch.utils.data")
+# What DDP, FSDP and optimizers import when they are first used: as long as torch itself. Only for a
+# restart, since a program that uses none of them should not begin later.
+LATER_MODULES = ("torch._dynamo",)
 # A standby imports torch, which takes a core for seconds: not while the program itself starts.
 STANDBY_AFTER_S = 10.0
 MOST_BYTES = 1 << 20  # of output in one answer
@@ -48,7 +53,7 @@ class ProgramRank:
         self._ooms = 0
         self._cpu = 0.0  # seconds, as of the newest look
         self._looked = 0.0  # when that was, in monotonic seconds
-        self._standby: subprocess.Popen[bytes] | None = self._new_standby()
+        self._standby: subprocess.Popen[bytes] | None = self._new_standby(MODULES)
 
     def describe(self, script: str) -> dict[str, Any]:
         """Return this actor's node, address, devices and folder; and whether it sees the script."""
@@ -69,7 +74,7 @@ class ProgramRank:
 
         order: see standby.py. variables: besides this process' own.
         """
-        process = self._standby or self._new_standby()
+        process = self._standby or self._new_standby(MODULES)
         self._standby = None
         line = json.dumps(order | {"variables": self._own_variables() | variables})
         assert process.stdin
@@ -101,7 +106,7 @@ class ProgramRank:
             answer = {"code": ended[0], "at": ended[1]}
             answer["oom"] = ended[0] == -signal.SIGKILL and oom_kills() > self._ooms
         elif not ended and not self._standby and now - self._begun > STANDBY_AFTER_S:
-            self._standby = self._new_standby()
+            self._standby = self._new_standby(MODULES + LATER_MODULES)
         return answer | {"output": output, "cpu": self._cpu}
 
     def stop(self, signum: int) -> None:
@@ -130,8 +135,8 @@ class ProgramRank:
         # Ray sets a number of threads of its own. Progress bars must not wait in a buffer.
         return own | {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
 
-    def _new_standby(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(STANDBY), *(["--warm"] if self._warm else [])]
+    def _new_standby(self, modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(STANDBY), *(modules if self._warm else ())]
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 command,

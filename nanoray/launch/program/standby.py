@@ -1,6 +1,6 @@
 """The process of a rank's program: it stands ready with torch imported, and becomes the program.
 
-    import torch ─► wait for one line of JSON on stdin ─► the script is __main__, or the command is exec'd
+    import modules ─► wait for one line of JSON on stdin ─► the script is __main__, or the command is exec'd
 
 It is started as a file, so that the program finds nothing of nanoray in it. With torch imported before
 a rank is lost, a restart takes the time of the program alone.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -25,10 +26,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main() -> None:
     """Wait for the order, and become the program."""
     end_with_parent()
-    if "--warm" in sys.argv:
+    for module in sys.argv[1:]:
         with suppress(ImportError):  # the program may need no torch
-            import torch.distributed
-            import torch.utils.data  # noqa: F401
+            importlib.import_module(module)
     line = sys.stdin.readline()
     if not line:
         return  # this rank has ended without it

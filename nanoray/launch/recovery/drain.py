@@ -56,6 +56,7 @@ class Drains:
         # The others can keep the state if there are others, and every share of it is among them.
         others_remain = len(slots) < len(group.members)
         in_place = group.in_place and others_remain and not group.lost_share(slots)
+        in_place = in_place and not group.in_script
 
         nodes = [group.facts[slot]["node"] for slot in slots]
         if not self._cluster.should_leave(nodes, save_first=not in_place):

@@ -138,6 +138,9 @@ class Driver:
         outcome = self.at.outcome
         all_waiting = collector.all_waiting
         rank_failed = bool(collector.failures)
+        # A loop of its own is complete when all ranks have returned from it.
+        if rank_failed and outcome and "own_loop" in outcome:
+            outcome = None
         return replace(
             situation,
             exit_reason=outcome["exit_reason"] if outcome else "",
@@ -287,13 +290,16 @@ class Driver:
         """End all ranks; the next attempt starts from the newest checkpoint."""
         if note:
             self.faults.explain(note)
+        whence = "from the newest checkpoint"
         if self.at.group:
+            if self.at.group.in_script:  # what it has saved is its own business
+                whence = "all ranks call the script's function again"
             self.at.group.end()
         self.at = RunState(self.at.spec)
         reached("restarting")
 
         self.faults.set_recovery("restart")
-        say(f"restart  {self.faults.budget} from the newest checkpoint\n")
+        say(f"restart  {self.faults.budget} {whence}\n")
         return GroupStage.NO_RANKS
 
     # The end.

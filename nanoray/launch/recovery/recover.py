@@ -98,7 +98,7 @@ class Recoverer:
         if failure.cause not in ("exception", "refused") or failure.rank == at.ranks.members[0]:
             return False
         if at.outcome:
-            return True
+            return "own_loop" not in at.outcome
         # Before the last barrier a rank that is lost would be missed.
         places = [position for position, _ in at.ranks.positions().values()]
         return failure.phase == "done" and all(place.phase == "done" for place in places)
@@ -109,7 +109,9 @@ class Recoverer:
         Each may write results of its own, as under torchrun.
         """
         config = at.spec.config
-        if config.model != "own" or at.saving:
+        # Ranks of an engine have all saved when rank 0 returns; those of a loop of its own may not.
+        has_saved = at.saving and at.outcome and "own_loop" not in at.outcome
+        if config.model != "own" or has_saved:
             return 0.0
         return PATIENT * config.hang_timeout or math.inf
 

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from nanoray.base.output import say
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
+from nanoray.faults.progress import SCRIPT
 from nanoray.launch.recovery.actors import POLL_S
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
 from nanoray.launch.recovery.drain import AbortOrders, Drains, Leave
@@ -220,7 +221,7 @@ class Watcher:
             overcome = fault.update(heartbeat.step, heartbeat.base, heartbeat.waiting)
             if overcome and not at.saving:
                 self._faults.close_as_recovered()
-        elif heartbeat.step > 1 and not collector.failures:
+        elif heartbeat.step > 1 and heartbeat.phase != SCRIPT and not collector.failures:
             group.add_spares()
         group.request_heartbeat(slot, heartbeat.waiting, self._faults.target)
 

@@ -33,7 +33,7 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import NOT_BEGUN, ProgressFile
 from nanoray.host.choose import require_compiler
 from nanoray.host.host import available_memory_bytes, resident_bytes
-from nanoray.launch.placement import bound_devices
+from nanoray.launch.devices import bound_devices
 from nanoray.launch.ray_compat import memory_threshold
 from nanoray.launch.recovery.gauges import MessageQueue, RayMetrics
 from nanoray.launch.recovery.rank_output import RankOutput

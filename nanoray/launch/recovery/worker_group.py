@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from nanoray.checkpoint.run import RunSpec, can_regroup, recovers_in_place
 from nanoray.faults.hang import Position
-from nanoray.faults.progress import ProgressFile
+from nanoray.faults.progress import SCRIPT, ProgressFile
 from nanoray.launch.recovery.actors import ActorPool
 from nanoray.launch.recovery.meeting import Meeting
 from nanoray.launch.recovery.shares import Shares
@@ -104,6 +104,12 @@ class WorkerGroup:
     def in_place(self) -> bool:
         """Return whether a lost rank can be replaced while the others keep their state."""
         return recovers_in_place(self.spec.config, self.meeting.backend, self.pool.place.workers)
+
+    @property
+    def in_script(self) -> bool:
+        """Whether a rank is in a script's function, with no state that the others could keep."""
+        phases = {position.phase for position, _ in self.positions().values()}
+        return SCRIPT in phases and not self.live
 
     def create(self) -> None:
         """Create one actor per slot, and spares. Raises RayError, GetTimeoutError."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from nanoray.base.atomic import write_json
-from nanoray.base.clock import unix_time
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.data.prepare import prepare
@@ -108,7 +108,7 @@ def doubts(run: Past, steps: range, processes: bool) -> list[str]:
         found += [
             f"the run had {key} {group[key]}, here is {value}"
             for key, value in here.items()
-            if group.get(key, value) != value  # older runs have not recorded their kernels
+            if group[key] != value
         ]
         if ranks > 1 and not processes:
             # Two numbers have one sum in any order; three or more do not.
@@ -203,14 +203,14 @@ def _in_one_process(
     config = config.model_copy(update={"compile": bool(config.compile)})
     use_products(mesh.device, config.precision)
     spec = replace(
-        spec, config=config, folder=folder, started=unix_time(), resume=str(source or ""), attempt=0
+        spec, config=config, folder=folder, started=time.time(), resume=str(source or ""), attempt=0
     )
     # No driver runs here, so nothing else makes these folders.
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     write_json(folder / "run.json", spec.to_dict())
     write_attempt(spec)
-    fitted = Shortage(group.get("limit", 0))  # not in the record of an older run
+    fitted = Shortage(group["limit"])
     players = TrainingGroup(spec, mesh, memory=fitted)
     recipe = OneProcess(players, group, witness)
     recipe.observers.open(0, 0)
@@ -235,7 +235,7 @@ def _by_processes(
     ranks_per_replica = config.replica_ranks
     dp = ranks // ranks_per_replica
     full = slots // ranks_per_replica
-    batch = batch_for(config, full, dp, group.get("limit", 0)) or resolve_batch(config, dp)
+    batch = batch_for(config, full, dp, group["limit"]) or resolve_batch(config, dp)
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
         "grad_accum_steps": batch.accum,

@@ -74,11 +74,8 @@ class Past:
 
     @property
     def origin(self) -> Path | None:
-        """The checkpoint of another run that it began from.
-
-        None where that is gone, or an older nanoray recorded none.
-        """
-        path = Path(self.certificate.groups[0].get("resume") or self.spec.resume)
+        """The checkpoint of another run that it began from; None where that is gone."""
+        path = Path(self.certificate.groups[0]["resume"])
         return path if (path / MANIFEST).is_file() else None
 
     def values(self, step: int) -> dict[str, Any]:
@@ -111,9 +108,8 @@ def read_past(folder: Path) -> Past:
     certificate = read(folder)
     if not certificate.groups:
         raise ConfigError(
-            f"{folder} has no {NAME}, in which a run notes its groups of ranks and hashes: an "
-            "older nanoray wrote it; go on from one of its checkpoints (--resume), and replay the "
-            "steps after it"
+            f"{folder} has no {NAME}, in which a run notes its groups of ranks and hashes; give a "
+            "run whose folder is complete"
         )
     records = {
         record["step"]: record

@@ -175,7 +175,7 @@ class Observers:
                 self._failing.discard(name)
                 self.note(f"warning  {name} is written again")
 
-    def _complete_newest(self) -> None:
+    def complete_newest(self) -> None:
         """Add to the newest record what was added after it."""
         late: dict[str, Any] = {}
         for observer in self.opened:
@@ -211,13 +211,13 @@ class Observers:
         """Pass the outcome to the observers that report it."""
         for observer in self.opened:
             observer.on_end(outcome)
-        self._complete_newest()
+        self.complete_newest()
 
     def failed(self, error: BaseException) -> None:
         """Pass the error that ends the run to the observers that report it."""
         for observer in self.opened:
             observer.on_failure(error)
-        self._complete_newest()
+        self.complete_newest()
 
     def close(self) -> None:
         """Close all observers; a failed write gives a warning."""

@@ -78,7 +78,7 @@ class JsonlWriter(Observer):
 
     def on_late(self, record: dict[str, Any]) -> None:
         """Write the line of the newest record anew, with the values that come late. Raises OSError."""
-        complete = record | self.newest
+        complete = self.newest | record
         self.rewind(complete["step"] - 1)
         self.on_record(complete)
 
