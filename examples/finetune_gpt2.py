@@ -3,7 +3,7 @@
 Nothing is downloaded here. Where there is internet, once (550 MB):
 
 hf download openai-community/gpt2 --local-dir gpt2
-nanoray weights import gpt2 --out gpt2.safetensors
+nanoray checkpoint import gpt2 --out gpt2.safetensors
 python examples/finetune_gpt2.py --workers 8 --dp_mode zero2 --precision bf16
 
 Then, for text or for transformers:

@@ -1,7 +1,7 @@
 """Print a configuration of nanoGPT as a YAML file for nanoray.
 
     python examples/from_nanogpt.py config/train_gpt2.py > run.yaml
-    python -m nanoray.train --config run.yaml
+    nanoray train --config run.yaml
 
 The file is run, as nanoGPT's train.py runs it. What it does not set has nanoGPT's default. Settings
 that have no counterpart are comments at the end.
@@ -108,7 +108,7 @@ def translate(found: dict[str, Any]) -> dict[str, Any]:
             del keys[size]
         if "block_size" not in found:
             del keys["block_size"]
-        # Of `nanoray weights import gpt2 --out gpt2.safetensors`
+        # Of `nanoray checkpoint import gpt2 --out gpt2.safetensors`
         keys["init_from"] = f"{start}.safetensors"
     return keys
 

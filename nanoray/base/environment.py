@@ -37,3 +37,9 @@ def working_folder() -> str:
         return os.getcwd()
     except OSError:
         return ""
+
+
+def from_here(path: str) -> str:
+    """Return a path below the working folder as a relative one."""
+    here = working_folder()
+    return path.removeprefix(here + os.sep) if here else path

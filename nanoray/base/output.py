@@ -35,7 +35,14 @@ def say(text: str, logger: str = LINES, metrics: Mapping[str, Any] | None = None
     if is_taken(level, logger):
         logging.getLogger(logger).log(level, "%s", text.strip("\n"), extra={"metrics": metrics})
     else:
-        print(text, flush=True)
+        print(_marked(text, words), flush=True)
+
+
+def _marked(text: str, words: list[str]) -> str:
+    """Return a text whose first word is red on a terminal, where that is `failure`."""
+    if words[:1] != ["failure"] or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return text.replace("failure", "\033[31mfailure\033[0m", 1)
 
 
 def say_error(text: str) -> None:

@@ -13,6 +13,11 @@ def short(value: float, gap: str = "") -> str:
     return f"{value:.3g}"
 
 
+def parameters(count: int) -> str:
+    """Write 27 parameters as they are, and 10,745,088 as 10.75 M parameters."""
+    return f"{count / 1e6:.2f} M parameters" if count >= 10_000 else f"{count:,} parameters"
+
+
 def clock(seconds: float) -> str:
     """Write 61.2 seconds as 1:01, and 3,700 as 1:01:40."""
     minutes, rest = divmod(round(seconds), 60)

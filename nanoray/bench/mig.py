@@ -8,7 +8,7 @@
 Every arm times training steps of a preset's GPT under DDP, copies in the device's memory, and an
 all-reduce. Without slices each arm says why it is not run, and a stand-in runs: ranks that share
 one plain GPU, or the CPU. That shows what sharing costs, and nothing about the isolation of MIG.
-`nanoray mig` plans slices, shows those that are there, and prints the commands that make them.
+`nanoray check mig` plans slices, shows those that are there, and prints the commands that make them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Launchers, each running the same recipe with the same seed, round by round in rotating order:
 
-    plain              python -m nanoray.train                        one process
+    plain              nanoray train                        one process
     torchrun           torchrun --nproc-per-node W -m nanoray.train
     ray                python -m nanoray.launch                       on a running cluster
     ray-init           python -m nanoray.launch --ray_address local   with its own Ray

@@ -25,6 +25,7 @@ from nanoray.checkpoint.files import (
     open_checkpoint,
     steps_in,
 )
+from nanoray.cli.runs import age_key
 from nanoray.config.settings import public
 from nanoray.errors import CheckpointError
 
@@ -126,7 +127,7 @@ def _find_newest(
     # A note here means that out_dir cannot be read.
     runs = [out_dir / name for name in names_in(out_dir, notes) if is_run_name(name)]
     damaged = bool(notes)
-    for run_dir in sorted(runs, key=_sort_key, reverse=True):
+    for run_dir in sorted(runs, key=age_key, reverse=True):
         # Ask the newest readable checkpoint before loading it: that reads little.
         meta: dict[str, Any] = {}
         for path in steps_in(run_dir / "checkpoints", []):
@@ -157,11 +158,6 @@ def _find_newest(
             "--resume none"
         )
     return None
-
-
-def _sort_key(run_dir: Path) -> tuple[float, str]:
-    """Return when the newest command on a run started, and the run's name."""
-    return float(read_json(run_dir / "run.json").get("started", 0.0)), run_dir.name
 
 
 def other_recipe(

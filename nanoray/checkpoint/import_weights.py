@@ -1,10 +1,10 @@
-"""`nanoray weights import`: make a file that a run can begin with of another tool's weights.
+"""`nanoray checkpoint import`: make a file that a run can begin with of another tool's weights.
 
-import   a folder of a GPT-2 of Hugging Face (config.json with model.safetensors or
+It takes a folder of a GPT-2 of Hugging Face (config.json with model.safetensors or
          pytorch_model.bin, or the several files of an index), or nanoGPT's ckpt.pt
 
-    nanoray weights import gpt2 --out gpt2.safetensors
-    python -m nanoray.train --init_from gpt2.safetensors
+    nanoray checkpoint import gpt2 --out gpt2.safetensors
+    nanoray train --init_from gpt2.safetensors
 
 Nothing is downloaded: `hf download openai-community/gpt2 --local-dir gpt2` makes such a folder.
 """
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nanoray.base.atomic import replace_bytes
+from nanoray.base.text import parameters
 from nanoray.checkpoint.export import weights_file
 from nanoray.checkpoint.gpt2 import (
     HEAD,
@@ -31,7 +32,7 @@ from nanoray.checkpoint.gpt2 import (
     keys_of_nanogpt,
     weights_of,
 )
-from nanoray.cli import name_program, run_subcommand, tool_parser, writing
+from nanoray.cli import exit_code_of, name_program, tool_parser, writing
 from nanoray.data.tokenizer import GPT2_VOCAB_SIZE
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
@@ -44,13 +45,12 @@ _PADDED_GPT2 = 50304  # nanoGPT's number of rows for GPT-2's vocabulary
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_subcommand({"import": _import}, argv, __doc__)
+    """Run `nanoray checkpoint import` and return its exit code."""
+    return exit_code_of(lambda: _import(argv))
 
 
-def _import(argv: list[str]) -> int:
-    text = "make a file that a run can begin with of another tool's weights"
-    parser = tool_parser(name_program("weights import"), text)
+def _import(argv: list[str] | None) -> int:
+    parser = tool_parser(name_program("checkpoint import"), __doc__)
     parser.add_argument(
         "path", type=Path, help="a Hugging Face folder of a GPT-2, or nanoGPT's ckpt.pt"
     )
@@ -64,7 +64,7 @@ def _import(argv: list[str]) -> int:
     with writing(args.out, "give --out another path"):
         replace_bytes(args.out, weights_file(tensors, shape.to_dict(), tokenizer))
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    print(f"{args.out}  {len(tensors)} tensors, {numbers / 1e6:.2f} M numbers; {shape.to_dict()}")
+    print(f"{args.out}  {len(tensors)} tensors, {parameters(numbers)}; {shape.to_dict()}")
     return 0
 
 

@@ -6,7 +6,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
                      and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
-    profile/         with profile: the operations of some steps on each rank;  `nanoray timeline RUN --profile`
+    profile/         with profile: the operations of some steps on each rank;  `nanoray report timeline RUN --profile`
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
     checkpoints/step_00000250/ ...
@@ -14,7 +14,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     failures and recoveries;  `nanoray faults` explains them
     logs/rank0.log   each rank's log;  rank0.progress: its last step and phase, and how it ended
-    logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray ledger` adds them up
+    logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray report ledger` adds them up
     attempt          the attempt that may write checkpoints, and when its command started
     lock             held by the process that uses the run; contains its pid and host
 """

@@ -1,77 +1,90 @@
-"""The commands of `nanoray`, by name."""
+"""The commands of `nanoray`, by name, and the names that were commands once."""
 
 from __future__ import annotations
 
-# Command -> (module whose `main` runs it, line of the help). A module is imported only when its
-# command runs, because most of them import torch.
+from typing import NamedTuple
+
+
+class CommandLine(NamedTuple):
+    """A command: the group of `nanoray --help` that lists it, its module and what it does."""
+
+    group: str
+    module: str  # its `main` runs; imported only then, because most modules import torch
+    about: str
+
+
 COMMANDS = {
-    "train": ("nanoray.train.__main__", "train in this process, or as one rank of a torchrun"),
-    "launch": (
-        "nanoray.launch.__main__",
-        "train on Ray: one actor per GPU, MIG slice or CPU share",
-    ),
-    "run": (
+    "run": CommandLine(
+        "train",
         "nanoray.launch.program.__main__",
         "run any script, module or command as ranks on Ray, as torchrun would",
     ),
-    "tune": (
+    "launch": CommandLine(
+        "train",
+        "nanoray.launch.__main__",
+        "train on Ray: one actor per GPU, MIG slice or CPU share",
+    ),
+    "train": CommandLine(
+        "train",
+        "nanoray.train.__main__",
+        "train in this process, or as one rank of a torchrun",
+    ),
+    "tune": CommandLine(
+        "train",
         "nanoray.tune.__main__",
         "find the fastest way to train a recipe here, by measuring, with the same result",
     ),
-    "data": (
+    "data": CommandLine(
+        "data and weights",
         "nanoray.data.__main__",
         "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",
     ),
-    "sample": ("nanoray.tools.sample", "generate text from a checkpoint"),
-    "timeline": (
-        "nanoray.trace.__main__",
-        "draw traced steps of a run: phases and collectives of all ranks",
+    "checkpoint": CommandLine(
+        "data and weights",
+        "nanoray.checkpoint.__main__",
+        "list, verify, export or upload checkpoints; import the weights of a GPT-2",
     ),
-    "ledger": (
-        "nanoray.trace.accounts",
-        "show where the time of a run went: compute, communication, recovery, ...",
+    "sample": CommandLine(
+        "data and weights", "nanoray.tools.sample", "generate text from a checkpoint"
     ),
-    "report": (
+    "report": CommandLine(
+        "look at a run",
         "nanoray.tools.report.__main__",
-        "write an HTML page about a run, or compare several",
+        "write an HTML page about a run; or compare runs, its ledger, its timeline",
     ),
-    "compare": (
-        "nanoray.tools.report.__main__",
-        "the same as report: several runs beside each other",
+    "faults": CommandLine(
+        "look at a run", "nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"
     ),
-    "inspect": (
+    "inspect": CommandLine(
+        "look at a run",
         "nanoray.tools.inspect.__main__",
         "show a model: tree, owners, FLOPs; --verify runs one batch",
     ),
-    "replay": (
+    "replay": CommandLine(
+        "look at a run",
         "nanoray.tools.replay.__main__",
-        "do a step of a run again, and compare it with what the run recorded",
+        "do a step of a run again and compare; or bisect: where do two runs part?",
     ),
-    "bisect": (
-        "nanoray.tools.replay.bisect",
-        "find the first step, rank and tensor in which two runs differ",
-    ),
-    "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
-    "weights": (
-        "nanoray.checkpoint.import_weights",
-        "import the weights of a GPT-2 of Hugging Face or nanoGPT, to begin a run with",
-    ),
-    "upload": (
-        "nanoray.checkpoint.upload.__main__",
-        "send a run to object storage: s3://, gs://, file://",
-    ),
-    "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),
-    "check": (
+    "check": CommandLine(
+        "machines and clusters",
         "nanoray.tools.check",
-        "check that this machine is ready, and show what would run where",
+        "check this machine, a script, or the MIG slices of a GPU",
     ),
-    "kube": (
+    "kube": CommandLine(
+        "machines and clusters",
         "nanoray.kube.__main__",
         "train on Kubernetes: render, submit, status, logs, stop, fetch",
     ),
-    "mig": (
-        "nanoray.tools.mig",
-        "show the MIG slices that a GPU supports, and those that exist here",
-    ),
-    "bench": ("nanoray.bench.__main__", "run a benchmark"),
+    "bench": CommandLine("machines and clusters", "nanoray.bench.__main__", "run a benchmark"),
+}
+
+# Names that were commands once -> what does the same now
+RENAMED = {
+    "timeline": "report timeline",
+    "ledger": "report ledger",
+    "compare": "report compare",
+    "bisect": "replay bisect",
+    "weights": "checkpoint import",
+    "upload": "checkpoint upload",
+    "mig": "check mig",
 }

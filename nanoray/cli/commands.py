@@ -53,14 +53,20 @@ def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int
 
 
 def run_subcommand(
-    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str | None
+    commands: Mapping[str, Callable[[list[str]], int]],
+    argv: list[str] | None,
+    doc: str | None,
+    otherwise: Callable[[list[str]], int] | None = None,
 ) -> int:
     """Run the command that the first word names, and return its exit code.
 
-    `doc`, the module's docstring, is the help.
+    `doc`, the module's docstring, is the help. `otherwise` takes all command lines that begin with
+    no such word.
     """
     words = sys.argv[1:] if argv is None else argv
     name = words[0] if words else ""
+    if otherwise is not None and name not in commands:
+        return otherwise(words)
     text = (doc or "").strip()
 
     def run() -> int:

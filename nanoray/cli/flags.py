@@ -48,6 +48,7 @@ class Loaded(Settings):
     dry_run: bool = False
     scale: Scale | None = None  # of a dry run that takes none of this machine's devices
     quiet: bool = False  # print warnings, faults and the result only
+    verbose: bool = False  # list who has set each key
 
 
 def parse_args(
@@ -81,6 +82,7 @@ def parse_args(
     preset = flags.pop("preset", None)
     dry_run = flags.pop("dry_run", False)
     quiet = flags.pop("quiet", False)
+    verbose = flags.pop("verbose", False)
     scale_flags = {key: flags.pop(key) for key in SCALE_FLAGS if key in flags}
     scale = _parse_scale(scale_flags, dry_run, flags)
 
@@ -100,6 +102,7 @@ def parse_args(
         dry_run,
         scale,
         quiet,
+        verbose,
         origins=settings.origins,
         notes=settings.notes,
     )

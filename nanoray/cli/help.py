@@ -21,7 +21,7 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
             ("--preset NAME", "tiny, shakespeare-cpu, shakespeare-char, gpt2-124m"),
             ("--config FILE", "YAML; its keys are the flags' names, and flags win"),
             ("--dataset NAME|PATH", "shakespeare, a text file, or a folder of tokens"),
-            ("--init_from PATH", "weights to begin with, of `nanoray weights import`"),
+            ("--init_from PATH", "weights to begin with, of `nanoray checkpoint import`"),
             ("--n_layer N", "transformer blocks; --n_head N heads, --n_embd N wide"),
             ("--block_size N", "context length in tokens"),
             ("--dropout P", "dropout probability while training"),

@@ -20,7 +20,7 @@ class BatchKeys(Group):
     # Number of sequences. A size that is not given follows from the others
     micro_batch_size: Natural = field(0, "batch")
     """sequences per rank per forward pass (0 = follows from the global batch). auto = the fastest
-    that fits: `nanoray launch` asks `nanoray tune` before the run begins; it needs
+    that fits: `python -m nanoray.launch` asks `nanoray tune` before the run begins; it needs
     global_batch_size, which stays. Out of memory? A run halves it by itself (on_oom): accumulation
     doubles, and the global batch stays"""
 

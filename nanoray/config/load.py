@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,11 @@ def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:
     raise ConfigError(f"unknown {kind} {name}; {did_you_mean(name, known)}")
 
 
-def refuse_unknown_key(name: str, known: Iterable[str] = Config.model_fields) -> None:
+def refuse_unknown_key(
+    name: str,
+    known: Collection[str] = Config.model_fields,
+    page: str = "python -m nanoray.train --help all",
+) -> None:
     """Raise ConfigError for an unknown key, or an unknown flag if the name begins with dashes.
 
     The hint is the closest of our keys and of the names that other programs have for them.
@@ -64,9 +68,11 @@ def refuse_unknown_key(name: str, known: Iterable[str] = Config.model_fields) ->
     kind, mark = ("flag", "--") if name.startswith("-") else ("key", "")
     # Without the section that it has in a file of torchtitan
     word = name.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
-    ours = {**read_names("others.yaml"), **{key: key for key in known}}
+    others = read_names("others.yaml").items()
+    ours = {theirs: key for theirs, key in others if key.split()[0] in known}
+    ours |= {key: key for key in known}
     close = difflib.get_close_matches(word, ours, 1, ALMOST)
-    hint = "`python -m nanoray.train --help all` prints those that exist"
+    hint = f"`{page}` prints those that exist"
     if close:
         hint = f"did you mean {mark}{ours[close[0]]}?"
     raise ConfigError(f"unknown {kind} {name}; {hint}")

@@ -43,7 +43,7 @@ class LogKeys(Group):
 
     profile: str = field("", "log")
     """steps A:B, from A up to B but without B, whose operations and memory torch.profiler records;
-    nanoray timeline RUN --profile puts them on one clock; these steps take longer, no bit of
+    nanoray report timeline RUN --profile puts them on one clock; these steps take longer, no bit of
     the training changes"""
 
     comm_trace: str = field("off", "log")

@@ -37,7 +37,7 @@ class ModelKeys(Group):
 
     # Where the weights of step 0 come from
     init_from: str = path("", "model")
-    """gpt: begin with the weights of FILE in place of random ones: a file of `nanoray weights import` or
+    """gpt: begin with the weights of FILE in place of random ones: a file of `nanoray checkpoint import` or
     of `nanoray checkpoint export`. The sizes of the model, its biases and the form of GELU come from
     there; a smaller block_size crops the positions. A resumed run has its own weights"""
 

@@ -1,6 +1,6 @@
 """A file of weights that a run begins with: what its header says, read without torch.
 
-`nanoray weights import` and `nanoray checkpoint export` write such files.
+`nanoray checkpoint import` and `nanoray checkpoint export` write such files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from nanoray.errors import ConfigError
 
 _MAKE = (
-    "make one: `nanoray weights import PATH --out FILE.safetensors` of a GPT-2 of Hugging Face or "
+    "make one: `nanoray checkpoint import PATH --out FILE.safetensors` of a GPT-2 of Hugging Face or "
     "nanoGPT, `nanoray checkpoint export RUN --out FILE.safetensors` of a run"
 )
 

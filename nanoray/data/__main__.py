@@ -33,7 +33,7 @@ and parquet, each record's --field is a document, and the first of every 1 / val
 validation. GPT-2's tokens have <|endoftext|> after each document; characters and bytes a newline.
 
     nanoray data tokenize corpus/*.jsonl --out tokens
-    python -m nanoray.train --dataset tokens
+    nanoray train --dataset tokens
 """
 
 

@@ -7,8 +7,14 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import build_opener
 
+from nanoray.errors import DataError
+
 ANSWER_S = 10.0  # without an answer, after which a download fails
 MAX_BYTES = 64 << 20  # so that a wrong server cannot fill the memory
+
+
+class NotDownloaded(DataError):
+    """A file of ours that another machine has is not here, and could not be fetched."""
 
 
 class FetchFailed(Exception):

@@ -25,7 +25,7 @@ from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data import cifar10
 from nanoray.data.dataset import DatasetInfo, absolute, cache_dir, own_data, write
-from nanoray.data.download import ANSWER_S, FetchFailed, fetch
+from nanoray.data.download import ANSWER_S, FetchFailed, NotDownloaded, fetch
 from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.verify import verify
@@ -133,7 +133,7 @@ def _shakespeare(config: Config) -> _Source:
     try:
         return _get_shakespeare(config, ANSWER_S)
     except FetchFailed as error:
-        raise DataError(
+        raise NotDownloaded(
             f"cannot get Shakespeare from {config.data_url or SHAKESPEARE_URL}: {error} "
             f"(sha256 expected {SHAKESPEARE_SHA256}, got {error.got}); give a copy with "
             "--data_url file:///path/input.txt, or use --dataset auto without --data_url"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from nanoray.data.download import NotDownloaded
 from nanoray.errors import DataError
 
 GPT2_VOCAB_SIZE = 50257
@@ -137,7 +138,7 @@ class GPT2Tokenizer(Tokenizer):
             reason = f"{type(error).__name__}: {error}"
             if len(reason) > 90:
                 reason = reason[:90] + "..."
-            raise DataError(
+            raise NotDownloaded(
                 f"GPT-2's vocabulary could not be downloaded: {reason}; set TIKTOKEN_CACHE_DIR to a "
                 "folder filled on a machine with internet, or for a text use --tokenizer byte"
             ) from None

@@ -1,7 +1,4 @@
-"""Show what failed in a run, why, how it recovered, and what that cost.
-
-nanoray faults RUN       RUN is a run folder, or an out_dir: its newest run
-"""
+"""`nanoray faults [RUN]`: what failed in a run, why, how it recovered, and what that cost."""
 
 from __future__ import annotations
 
@@ -10,15 +7,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
-from nanoray.errors import ConfigError
+from nanoray.cli import (
+    Parser,
+    add_run,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    tool_parser,
+)
 from nanoray.faults.cause import outcome_of, read_reports
 
 
 def make_parser() -> Parser:
     """Return the parser of `nanoray faults`."""
-    parser = tool_parser(name_program("faults"), (__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", help="run folder, or an out_dir: its newest run")
+    parser = tool_parser(name_program("faults"), __doc__)
+    add_run(parser)
     return parser
 
 
@@ -27,21 +30,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         args = make_parser().parse_args(argv)
-        print("\n".join(story(_find_run(Path(args.run)))))
+        print("\n".join(story(find_run_folder(args.run))))
 
     return exit_code_of(run)
-
-
-def _find_run(path: Path) -> Path:
-    """Return the run folder `path`, or the newest run in it."""
-    if (path / "run.json").exists():
-        return path
-    runs = sorted(file.parent for file in path.glob("*/run.json"))
-    if not runs:
-        raise ConfigError(
-            f"no run in {path}; give a run folder, such as runs/2026-..., or the folder of several"
-        )
-    return runs[-1]
 
 
 def story(folder: Path) -> list[str]:

@@ -90,6 +90,7 @@ class FaultReport:
     base: int | None = None  # the step from which the present attempt started, if known
 
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
+    replaced: int = 0  # ranks that a new process has taken the place of, while the others waited
     # From the death until the driver noticed it, or from the last heartbeat before it where the time
     # of death is unknown; None: neither is known, or the rank reported its end itself
     detect_s: float | None = None
@@ -137,6 +138,7 @@ class FaultReport:
             "log_tail": cause.detail.splitlines(),
             "consequences": self.consequences,
             "recovery": self.recovery,
+            "replaced": self.replaced,
             "detect_s": self.detect_s,
             "recover_s": self.recover_s,
             "steps_repeated": self.steps_repeated,
@@ -163,13 +165,12 @@ def outcome_of(record: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def announce(cause: Failure, others: Sequence[Failure], with_detail: bool = True) -> list[str]:
-    """Print a fault: its cause, that rank's last lines, what followed. Returns what followed."""
+def announce(cause: Failure, others: Sequence[Failure], detail: str) -> list[str]:
+    """Print a fault: its cause with `detail`, and what followed. Returns what followed."""
     word = "drain  " if cause.cause == "drained" else "failure"
     consequences = consequences_of(others)
     lines = ["", f"{word}  {cause.title}"]
-    if with_detail:
-        lines += [f"  {line}" for line in cause.detail.rstrip().splitlines()]
+    lines += [f"  {line}" for line in detail.rstrip().splitlines()]
     lines += [f"  {line}" for line in consequences]
     say("\n".join(lines))
     return consequences

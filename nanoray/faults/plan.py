@@ -62,6 +62,10 @@ class Fault:
     # bitflip, gradflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
     bit: int = 20
 
+    def __str__(self) -> str:
+        """Return it as --faults spells it."""
+        return f"{self.kind}@rank={self.rank},step={self.step},phase={self.phase}"
+
     @property
     def tries(self) -> int:
         """How often it fires in a run."""

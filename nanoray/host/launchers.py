@@ -263,7 +263,7 @@ def refuse_many_starts(env: Mapping[str, str], command: str) -> None:
         raise ConfigError(
             f"{describe_variables(env, place)} make this process one of {place.world_size} ranks, "
             f"and each of them would start a run of its own; start {command} once, without {by}, "
-            f"or start `python -m nanoray.train` with {by}; or unset {place.launcher.rank}"
+            f"or start `nanoray train` with {by}; or unset {place.launcher.rank}"
         )
 
 

@@ -1,5 +1,10 @@
 """`nanoray kube render|submit|status|logs|stop|fetch`: train on Kubernetes with KubeRay.
 
+    nanoray kube submit --workers 4 --device cpu -- train.py --lr 0.1    a program, with its folder
+    nanoray kube submit --config run.yaml                                a configuration of nanoray
+
+After -- stands what follows `nanoray run`: a script, -m MODULE, or -- COMMAND.
+
 render   build the objects with kubectl and write them to stdout, without a cluster
 submit   apply them, follow status and the driver's log until the job ends; exit with its result
 status   the job, its step, loss and ETA, its pods, and what keeps them from running
@@ -14,7 +19,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from nanoray.cli import (
@@ -26,7 +33,7 @@ from nanoray.cli import (
     run_subcommand,
     tool_parser,
 )
-from nanoray.config import Kube
+from nanoray.config import Config, Kube
 from nanoray.config.settings import FLAG
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError, require_operator
@@ -35,6 +42,7 @@ from nanoray.kube.follow import STARTED, Follower
 from nanoray.kube.gpus import claims_template, template_name
 from nanoray.kube.kustomize import Object, to_yaml
 from nanoray.kube.pods import read_warnings, troubles
+from nanoray.kube.program import PodProgram
 from nanoray.kube.ray_jobs import TERMINAL, attempts, read_log, stop
 from nanoray.kube.render import job_name, out_dir_of, render
 
@@ -57,20 +65,47 @@ def main(argv: list[str] | None = None) -> int:
     return run_subcommand(commands, argv, __doc__)
 
 
-def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -> int:
-    """Run a command that takes the flags of a run and those of Kube."""
+def _make(name: str, command: Callable[[Rendered], int], argv: list[str]) -> int:
+    """Run a command that takes the flags of a run and those of Kube; after -- a program."""
+    if "--" in argv:
+        at = argv.index("--")
+        kube_flags, run_flags = _split_flags(name, argv[:at])
+        words = [*run_flags, *argv[at + 1 :]]
+        return command(Rendered.of_program(PodProgram.of(words, {"kube": kube_flags})))
+    for before, word in pairwise(["", *argv]):
+        if word.endswith(".py") and not before.startswith("--"):
+            raise ConfigError(f"{word} is a program; write `nanoray kube {name} [flags] -- {word}`")
     kube_flags, run_flags = _split_flags(name, argv)
 
     def run(loaded: Loaded, started: float) -> int:
-        return command(_with(loaded, kube_flags), started)
+        loaded = _with(loaded, kube_flags)
+        objects = render(loaded.config, started)
+        return command(Rendered(objects, loaded.config, loaded.dry_run))
 
     about = Page(
         f"{name.capitalize()} a training run on Kubernetes.",
         sections=(("of the cluster, also the YAML key kube", _flags_of_kube()),),
-        usage="[flags of the cluster] [flags of the run]",
-        more="The flags of the run are those of `python -m nanoray.launch`; --help all prints them.",
+        usage="[flags of the cluster] [flags of the run] [-- a program, as after `nanoray run`]",
+        more="The flags of the run are those of `python -m nanoray.launch`, and before a program "
+        "those of `nanoray run`; --help all prints the first.",
     )
     return run_command(run, run_flags, name_program(f"kube {name}"), about, elsewhere=True)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The objects of a run, and what they were made of."""
+
+    objects: list[Object]
+    config: Config
+    dry_run: bool
+    shipped: str = ""  # what travels with a program
+
+    @classmethod
+    def of_program(cls, program: PodProgram) -> Rendered:
+        """Render a program. Raises ConfigError."""
+        objects = render(program.config, time.time(), program)
+        return cls(objects, program.config, program.dry_run, program.shipped)
 
 
 def _flags_of_kube() -> tuple[tuple[str, str], ...]:
@@ -108,6 +143,11 @@ def _with(loaded: Loaded, kube_flags: dict[str, str]) -> Loaded:
         raise ConfigError(
             "quiet would be ignored: `nanoray kube` shows a job's log as it is; drop --quiet"
         )
+    if loaded.verbose:
+        raise ConfigError(
+            "verbose would be ignored: `nanoray kube` renders objects; `python -m nanoray.launch "
+            "--dry_run --verbose` lists who has set each key"
+        )
     if loaded.scale:
         raise ConfigError(
             f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts "
@@ -116,16 +156,20 @@ def _with(loaded: Loaded, kube_flags: dict[str, str]) -> Loaded:
     return loaded.set({"kube": loaded.config.kube.model_dump() | kube_flags}, FLAG)
 
 
-def _render(loaded: Loaded, started: float) -> int:
-    print(to_yaml(render(loaded.config, started)), end="")
+def _render(run: Rendered) -> int:
+    if run.shipped:
+        print(f"send   {run.shipped}", file=sys.stderr)
+    print(to_yaml(run.objects), end="")
     return 0
 
 
-def _submit(loaded: Loaded, started: float) -> int:
-    objects = render(loaded.config, started)
-    name = job_name(loaded.config.name)
-    namespace = loaded.config.kube.namespace
-    if loaded.dry_run:
+def _submit(run: Rendered) -> int:
+    objects = run.objects
+    name = job_name(run.config.name)
+    namespace = run.config.kube.namespace
+    if run.shipped:
+        _print_now(f"send   {run.shipped}")
+    if run.dry_run:
         _dry_run(objects, namespace)
         return 0
 

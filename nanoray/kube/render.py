@@ -1,4 +1,4 @@
-"""Render the Kubernetes objects that train a configuration.
+"""Render the Kubernetes objects that train a configuration, or run a program.
 
 overlay (kuberay/overlays/NAME/job) ─► kubectl kustomize ─► set name, namespace, image, pods,
 storage, configuration
@@ -22,6 +22,7 @@ from nanoray.config.data import IMAGES
 from nanoray.errors import ConfigError
 from nanoray.kube.gpus import assign_gpus
 from nanoray.kube.kustomize import Object, build, containers, groups, in_order, quantity
+from nanoray.kube.program import PodProgram
 
 # Where a wheel puts the checkout's kuberay/
 _INSTALLED = Path(__file__).resolve().with_name("manifests")
@@ -44,8 +45,8 @@ _LOCAL = (
 )
 
 
-def render(config: Config, started: float) -> list[Object]:
-    """Return the objects of a RayJob that trains `config`.
+def render(config: Config, started: float, program: PodProgram | None = None) -> list[Object]:
+    """Return the objects of a RayJob that trains `config`, or runs a program with it.
 
     `config.workers` must be a number, because the cluster is made for it. `started`, in Unix
     seconds, makes the name of the run's folder on the volume unique. Raises ConfigError.
@@ -76,15 +77,21 @@ def render(config: Config, started: float) -> list[Object]:
     _protect_pods(objects, job, name)
     _set_storage(objects, kube)
     _drop_unused_download(objects, config)
-    objects.append(_config_map(config, name))
+    if program is None:
+        objects.append(_config_map(config, name))
+    else:
+        objects.append(program.config_map(f"{name}-config"))
 
     # The command.
     spec = job["spec"]
     run_folder = _run_folder(config, started)
-    spec["entrypoint"] = entrypoint(
-        int(ranks), config.device, run_folder, config.placement_timeout_s
-    )
-    if spec["rayClusterSpec"].get("gcsFaultToleranceOptions"):  # a new head takes a minute
+    flags = _flags_of_pods(int(ranks), config)
+    if program is not None:
+        spec["entrypoint"] = program.entrypoint(CONFIG_DIR, run_folder, flags)
+    else:
+        spec["entrypoint"] = entrypoint(flags, run_folder)
+    has_own_store = spec["rayClusterSpec"].get("gcsFaultToleranceOptions")
+    if has_own_store and program is None:  # a new head takes a minute
         spec["entrypoint"] += f" --head_timeout_s {max(MIN_TIMEOUT_S, config.head_timeout_s):g}"
     spec["ttlSecondsAfterFinished"] = kube.ttl_s
     if not spec.get("suspend"):  # a job in Kueue's queue is not retried: Kueue requeues it
@@ -113,20 +120,25 @@ def _require_tag(image: str) -> None:
         )
 
 
-def entrypoint(ranks: int, device: str, folder: str, placement_timeout_s: float) -> str:
+def _flags_of_pods(ranks: int, config: Config) -> list[str]:
+    """Return the flags of a job's command that its pods decide."""
+    # Inside its pod, a MIG slice is a whole CUDA device.
+    device_in_pod = "cpu" if config.device == "cpu" else "cuda"
+    timeout_s = max(MIN_TIMEOUT_S, config.placement_timeout_s)
+    flags = ["--workers", str(ranks), "--device", device_in_pod]
+    return [*flags, "--placement_timeout_s", f"{timeout_s:g}"]
+
+
+def entrypoint(flags: list[str], folder: str) -> str:
     """Return the job's command: the launcher on the mounted configuration.
 
     It resumes, because after a retry an earlier cluster has trained a part of the run. `exec` is
     needed for a quick stop: Ray waits until the processes that it signalled are gone, and in a
     container no init process reaps the child of a shell that exits first.
     """
-    # Inside its pod, a MIG slice is a whole CUDA device.
-    device_in_pod = "cpu" if device == "cpu" else "cuda"
-    timeout_s = max(MIN_TIMEOUT_S, placement_timeout_s)
     return (
-        f"exec python -m nanoray.launch --config {CONFIG_DIR}/config.yaml --workers {ranks} "
-        f"--device {device_in_pod} --out_dir {folder} --resume auto "
-        f"--placement_timeout_s {timeout_s:g}"
+        f"exec python -m nanoray.launch --config {CONFIG_DIR}/config.yaml {' '.join(flags)} "
+        f"--out_dir {folder} --resume auto"
     )
 
 
@@ -286,7 +298,7 @@ def _set_storage(objects: list[Object], kube: Kube) -> None:
 
 def _drop_unused_download(objects: list[Object], config: Config) -> None:
     """Drop the Job that downloads Shakespeare when the run trains on something else."""
-    needs_it = config.model != "resnet" and config.dataset in ("auto", "shakespeare")
+    needs_it = config.model not in ("resnet", "own") and config.dataset in ("auto", "shakespeare")
     for thing in list(objects):  # a copy, because the loop removes from the list
         is_download = thing["kind"] == "Job" and thing["metadata"]["name"] == "nanoray-dataset"
         if is_download and not needs_it:

@@ -34,7 +34,7 @@ from nanoray.launch.recovery.silence import OwnTime
 from nanoray.launch.signals import catch_signals
 from nanoray.start.opening import Opening
 from nanoray.train.program import Trains
-from nanoray.train.report import closing_lines
+from nanoray.train.report import closing_lines, words_of_python
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
 
@@ -155,7 +155,8 @@ def launch(
             error = WorkerFailed(message)
             error.exit_code = outcome["exit_code"]
             raise error
-        say("\n".join(closing_lines(spec, summary, loaded.quiet)))
+        start = f"{words_of_python()} -m nanoray.launch"
+        say("\n".join(closing_lines(spec, summary, start, loaded.quiet)))
         return outcome["exit_code"]
 
 

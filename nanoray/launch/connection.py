@@ -26,6 +26,7 @@ from nanoray.host.slots import Slots
 from nanoray.launch.ray_compat import (
     has_tokens,
     in_own_process_groups,
+    quiet_about_deaths,
     reread_authentication,
     without_dashboard,
 )
@@ -54,6 +55,7 @@ def connected(
     connection close. `dashboard`: of a local Ray, which starts sooner without. Raises PlacementError.
     """
     with ExitStack() as stack:
+        stack.enter_context(quiet_about_deaths())
         # A program that goes on afterwards finds its environment as it was: with the token of a
         # Ray that is gone it could connect to no other, nor launch again.
         if slots is not None:
@@ -145,7 +147,7 @@ def _start(options: dict[str, Any]) -> Any:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[-1][:300] if lines else type(error).__name__
         raise PlacementError(
-            f"a local Ray did not start: {reason}; train without Ray (`python -m nanoray.train`), "
+            f"a local Ray did not start: {reason}; train without Ray (`nanoray train`), "
             "or start a Ray with `ray start --head` and give its --ray_address"
         ) from None
 

@@ -6,6 +6,7 @@ nanoray/base/compat.py is the same for torch. `api` is the module `ray`, or what
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,3 +126,26 @@ def cluster_actors() -> list[dict[str, Any]]:
     from ray._private.state import actors
 
     return list(actors().values())
+
+
+@contextmanager
+def quiet_about_deaths() -> Iterator[None]:
+    """Keep Ray's own sentence about a process that died from the console: the driver names the cause.
+
+    Ray's logs have it, and other warnings of Ray are printed. `log_to_driver` does not concern it.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    original = getattr(worker, "print_to_stdstream", None)
+    if original is None:  # another Ray: it speaks, as it did
+        yield
+        return
+
+    def print_others(data: Any, *args: Any, **options: Any) -> None:
+        if not any("A worker died or was killed" in line for line in data["lines"]):
+            original(data, *args, **options)
+
+    worker.print_to_stdstream = print_others
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = original

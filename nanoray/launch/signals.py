@@ -23,7 +23,9 @@ class StopRequested(Exception):
 class Stop:
     """Whether a stop was requested: first after this step, with a second Ctrl-C at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: bytes = AFTER_THIS_STEP) -> None:
+        """answer: what is printed at the first signal."""
+        self.answer = answer
         self.signal = 0
         self.reason = ""
 
@@ -33,7 +35,7 @@ class Stop:
         if not self.signal:
             self.signal = signum
             with suppress(OSError):  # the terminal may be gone
-                os.write(2, AFTER_THIS_STEP)
+                os.write(2, self.answer)
 
     def request(self, reason: str) -> None:
         """Stop as SIGTERM would, and say why."""
@@ -56,12 +58,12 @@ class Stop:
 
 
 @contextmanager
-def catch_signals() -> Iterator[Stop]:
-    """Turn SIGINT, SIGTERM and SIGHUP into stop requests while a run lasts.
+def catch_signals(answer: bytes = AFTER_THIS_STEP) -> Iterator[Stop]:
+    """Turn SIGINT, SIGTERM and SIGHUP into stop requests while a run lasts; `answer`: see Stop.
 
     A second SIGINT exits with code 130, and StopRequested with the code of the stop.
     """
-    stop = Stop()
+    stop = Stop(answer)
     with stop_signals(stop):
         try:
             yield stop

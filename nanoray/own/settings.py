@@ -32,7 +32,7 @@ DEFAULTS = {
 def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
     """Return a script's configuration, with the keys that it has set.
 
-    Besides those of nanoray's configuration they are dry_run and quiet. Raises ConfigError.
+    Besides those of nanoray's configuration they are dry_run, quiet and verbose. Raises ConfigError.
     """
     if isinstance(config, Config):
         config = {key: getattr(config, key) for key in config.model_fields_set}
@@ -44,6 +44,7 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
     keys = expand_paths(flatten(config))
     dry_run = bool(keys.pop("dry_run", False))
     quiet = bool(keys.pop("quiet", False))
+    verbose = bool(keys.pop("verbose", False))
     # Another script of the same folder has runs of its own.
     defaults = dict(DEFAULTS)
     script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
@@ -57,7 +58,7 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
         values["micro_batch_size"] = 0
     layers = [("the default of a script's run", defaults), ("script", keys)]
     loaded = Loaded.of(values, layers, frozenset(keys))
-    return replace(loaded, dry_run=dry_run, quiet=quiet)
+    return replace(loaded, dry_run=dry_run, quiet=quiet, verbose=verbose)
 
 
 # The value of `_inheriting`, which is True in a process that multiprocessing has spawned, in a rank

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoray.base.text import parameters
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.tokens import Samples
@@ -345,7 +346,7 @@ class OwnTask:
             f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
-            f"      model {self._script['model']}, {numbers / 1e6:.2f} M parameters",
+            f"      model {self._script['model']}, {parameters(numbers)}",
         ]
 
     def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:

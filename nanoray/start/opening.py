@@ -5,7 +5,7 @@
             ─► dry_run(...)  --dry_run: the plan, and who has set each key; starts nothing
             ─► read(), fetch(), open(ranks) ─► RunSpec
 
-`python -m nanoray.train` and `python -m nanoray.launch` differ in when they know their devices; each
+`nanoray train` and `python -m nanoray.launch` differ in when they know their devices; each
 of them takes these steps in its own order. The driver uses this, so torch is imported late.
 """
 
@@ -21,12 +21,13 @@ from nanoray.cli import Loaded, require_script
 from nanoray.config import Config, Settings, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
 from nanoray.host.choose import precision_of
 from nanoray.host.device import Device
 from nanoray.host.host import cpu_features
 from nanoray.mesh.layout import Layout
 from nanoray.start.folder import open_run
-from nanoray.start.plan import forecast_at, last_lines, plan
+from nanoray.start.plan import dataset_of_dry_run, forecast_at, last_lines, plan
 
 S = TypeVar("S", bound=Settings)
 
@@ -40,6 +41,10 @@ class Opening:
         `script` is what trains a model of its own. Raises ConfigError where the model is a script's
         and there is none.
         """
+        if loaded.verbose and not loaded.dry_run:
+            raise ConfigError(
+                "verbose would be ignored without --dry_run; add it, or drop --verbose"
+            )
         require_script(loaded.config, script)
         self.loaded = loaded
         self.started = started
@@ -80,10 +85,10 @@ class Opening:
         is one. kind and devices: the precision of the run depends on them; None where they are
         unknown.
         """
-        dataset = prepare(self.config)
+        dataset = dataset_of_dry_run(self.config)
         planned = plan(self.loaded, ranks, dataset)
         decided = planned if kind is None else with_precision(planned, kind, devices)
-        config = planned.config
+        config = decided.config
         if own:
             own(config, ranks, where)
         else:

@@ -6,6 +6,7 @@ The driver uses it, so torch is imported late.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from nanoray.config.settings import lines_of
 from nanoray.config.sizes import require_divisible, require_groups
 from nanoray.data.cifar10 import CLASSES
 from nanoray.data.dataset import DatasetInfo
+from nanoray.data.download import NotDownloaded
 from nanoray.data.initial_weights import describe_init
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -72,9 +74,9 @@ def plan(settings: S, ranks: int, dataset: DatasetInfo) -> S:
     return settings
 
 
-def last_lines(planned: Settings) -> list[str]:
-    """Return the last lines of a dry run: who has set each key that has not its default."""
-    lines = [f"setting    {line}" for line in lines_of(planned.chosen())]
+def last_lines(planned: Loaded) -> list[str]:
+    """Return the last lines of a dry run; with --verbose who has set each key without its default."""
+    lines = [f"setting    {line}" for line in lines_of(planned.chosen()) if planned.verbose]
     return [*lines, "dry run: nothing was started"]
 
 
@@ -203,6 +205,16 @@ def forecast_at(loaded: Loaded, scale: Scale) -> list[str]:
     lines = dry_run_lines(config, planned.notes, batch, dataset, where, memory_gb, on_gpus=True)
     lines += step_lines(config, dataset, batch, topology, memory_gb)
     return [*lines, *last_lines(planned)]
+
+
+def dataset_of_dry_run(config: Config) -> DatasetInfo:
+    """Return the dataset of a run; where it could not be downloaded, what is known of it."""
+    try:
+        return prepare(config)
+    except NotDownloaded as error:
+        if config.num_epochs:  # its length decides how many steps there are
+            raise
+        return replace(known_dataset(config), note=f"not there yet: {error}")
 
 
 def known_dataset(config: Config) -> DatasetInfo:

@@ -1,6 +1,7 @@
 """Check that this machine is ready to train, and show what would run where. Starts nothing.
 
-`nanoray check SCRIPT.py` is another check, of a script: check_script.py.
+`nanoray check SCRIPT.py` is another check, of a script: check_script.py. `nanoray check mig` shows
+the MIG slices of a GPU: mig.py.
 
 Exit codes: 0, training works, perhaps with problems that are not fatal; 1, it does not; 2, the flags
 are wrong.
@@ -34,6 +35,7 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.slots import Slots, local_slots
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import RankDevice, choose_backend
+from nanoray.tools import mig as mig_command
 
 GIB = 2**30
 RAY_PORT = 6379  # of a Ray head whose address names none
@@ -61,7 +63,7 @@ class Survey(NamedTuple):
         return not any(problem.fatal for problem in self.problems)
 
 
-def survey(settings: Settings, nvml: Any = None) -> Survey:
+def survey(settings: Settings, nvml: Any = None, verbose: bool = False) -> Survey:
     """Inspect this machine and decide what a run with these settings would be here."""
     config = settings.config
     gpus = discover_gpus(nvml)
@@ -90,7 +92,8 @@ def survey(settings: Settings, nvml: Any = None) -> Survey:
         what, _, remedy = str(error).partition("; ")
         problems.append(Problem(what, remedy, fatal=True))
 
-    rows += [("setting", line) for line in lines_of(shown(settings))]
+    if verbose:
+        rows += [("setting", line) for line in lines_of(shown(settings))]
     problems += gpu_problems(gpus, slots, build, driver)
     for row, found in (out_dir_state(config), ray_state(config)):
         rows.append(row)
@@ -272,6 +275,8 @@ OF_THE_RUN = (
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["mig"]:
+        return mig_command.main(arguments[1:])
     if arguments and arguments[0].endswith(".py"):
         from nanoray.tools.check_script import main as check_script  # it imports torch
 
@@ -286,6 +291,10 @@ def _run(argv: list[str]) -> int:
             ("{prog}", "this machine, and the default recipe"),
             ("{prog} --preset gpt2-124m --workers 8 --tp 2", "another one, on eight ranks"),
             ("{prog} train.py", "does this script train as with plain torch? (train.py --help)"),
+            (
+                "{prog} mig plan|show",
+                "the MIG slices that a card supports, and those of this machine",
+            ),
         ),
         (("of a run, for which it checks", OF_THE_RUN),),
         more="The other flags of a run count, too: --help all prints them.",
@@ -299,7 +308,7 @@ def _run(argv: list[str]) -> int:
                 f"{flag} cannot take effect: the check never starts anything; drop --{flag}"
             )
 
-    report = survey(loaded)
+    report = survey(loaded, verbose=loaded.verbose)
     print(render(report))
     return 0 if report.can_train else 1
 

@@ -1,4 +1,4 @@
-"""`nanoray mig plan|show`: the MIG profiles of a card, and the slices of this machine.
+"""`nanoray check mig plan|show`: the MIG profiles of a card, and the slices of this machine.
 
 plan   every profile of a card: how many fit, SMs, memory, bandwidth, peak, predicted training speed
 show   the GPUs and slices that NVML finds, and the environment variable that passes slices to Ray
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    parser = tool_parser(name_program("mig plan"), "show the MIG profiles of a card")
+    parser = tool_parser(name_program("check mig plan"), "show the MIG profiles of a card")
     parser.add_argument(
         "--card", default="", help=f"as NVML names it: {', '.join(CARDS)} [the first GPU here]"
     )
@@ -190,7 +190,7 @@ def plan_lines(card: str, preset: str, mfu: float) -> list[str]:
 
     Raises ConfigError for a card or a preset that is not known.
     """
-    # Both modules import torch, which `nanoray mig show` does not need.
+    # Both modules import torch, which `nanoray check mig show` does not need.
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
@@ -235,7 +235,7 @@ def plan_lines(card: str, preset: str, mfu: float) -> list[str]:
 
 
 def _show(argv: list[str]) -> int:
-    parser = tool_parser(name_program("mig show"), "GPUs and slices of this machine")
+    parser = tool_parser(name_program("check mig show"), "GPUs and slices of this machine")
     parser.parse_args(argv)
     print("\n".join(show_lines(discover_gpus())))
     return 0
@@ -244,7 +244,9 @@ def _show(argv: list[str]) -> int:
 def show_lines(devices: list[Device]) -> list[str]:
     """Return a line for each GPU and slice, and the command that passes the slices to Ray."""
     if not devices:
-        return ["no GPU found: NVML does not answer here; `nanoray mig plan --card ...` needs none"]
+        return [
+            "no GPU found: NVML does not answer here; `nanoray check mig plan --card ...` needs none"
+        ]
 
     slices = [device for device in devices if device.kind == "mig"]
     output = []

@@ -1,4 +1,4 @@
-"""Generate text from a checkpoint: `nanoray sample runs/2026-... --prompt 'To be'`.
+"""Generate text from a checkpoint: `nanoray sample --prompt 'To be'`.
 
 A file of weights, as `--init_from` reads it, will do as well.
 """
@@ -13,7 +13,7 @@ import torch
 
 from nanoray.checkpoint.begin import load_weights
 from nanoray.checkpoint.find import find_run
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
+from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
 from nanoray.config.weights import find
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
@@ -29,9 +29,10 @@ def make_parser() -> Parser:
     parser.add_argument(
         "path",
         nargs="?",
-        default="runs",
-        help="run folder, step folder, or out_dir (its newest run); or a file of "
-        "weights, of `nanoray weights import` or `nanoray checkpoint export`",
+        default=RUNS,
+        type=Path,
+        help="folder of a run, or of several: the newest of them; or a step_* folder, or a file of "
+        "weights, of `nanoray checkpoint import` or `nanoray checkpoint export` [runs]",
     )
     parser.add_argument(
         "--prompt", help="text to continue [a newline, or the first token where there is none]"
@@ -71,7 +72,7 @@ def samples(args: argparse.Namespace) -> list[str]:
         ) from None
     generator.manual_seed(args.seed)
 
-    path = Path(args.path).expanduser()
+    path = args.path.expanduser()
     device = torch.device(args.device)
     if path.is_file():
         gpt, tokenizer, title = load_file(path, device)
@@ -79,7 +80,9 @@ def samples(args: argparse.Namespace) -> list[str]:
         state, folder = load_state(path)
         gpt, dataset = rebuild(state, device)
         tokenizer = tokenizer_from_json(dataset.tokenizer)
-        title = f"{folder} · step {state.meta['step']} · val loss {state.meta['val_loss']}"
+        loss = state.meta["val_loss"]
+        loss_text = "" if loss is None else f" · val loss {loss:.4f}"
+        title = f"{folder} · step {state.meta['step']}{loss_text}"
 
     # An empty prompt is an error: the model needs one token to predict the next.
     if args.prompt is None:
@@ -102,15 +105,16 @@ def samples(args: argparse.Namespace) -> list[str]:
 def load_state(path: Path) -> tuple[StateDict, Path]:
     """Load the newest valid checkpoint below `path`, and return its folder with it.
 
-    `path` is a step folder, a run folder, or an out_dir, of which the newest run is taken. Raises
-    CheckpointError if there is none.
+    `path` is a step folder, a run folder, or an out_dir, of which the newest run with a checkpoint is
+    taken. Raises ConfigError where no run is, and CheckpointError where none has a checkpoint.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a run folder, such as runs/2026-...")
     # state.json marks a step folder. Anything else is taken for an out_dir, and "auto" searches it.
     is_step = (path / "state.json").exists()
     is_run = (path / "checkpoints").exists() or path.name == "checkpoints"
-    resume = str(path) if is_step or is_run else "auto"
+    resume = str(path)
+    if not is_step and not is_run:
+        find_run_folder(path)
+        resume = "auto"
 
     passed_over: list[str] = []
     checkpoint = find_run(path, resume, {}, passed_over=passed_over)

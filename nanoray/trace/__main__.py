@@ -1,4 +1,4 @@
-"""Draw the traced steps of a run: `nanoray timeline RUN`."""
+"""Draw the traced steps of a run: `nanoray report timeline [RUN]`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import read_json_lines, write_json
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
+from nanoray.cli import (
+    Parser,
+    add_run,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    tool_parser,
+    writing,
+)
 from nanoray.errors import ConfigError
 from nanoray.trace.profiles import write_all
 from nanoray.trace.timeline import chrome_trace, draw, newest_window
 
 
 def make_parser() -> Parser:
-    """Return the parser of `nanoray timeline`."""
-    parser = tool_parser(name_program("timeline"), "Draw traced steps of a run.")
-    parser.add_argument(
-        "run", type=Path, help="folder of a run that was started with --comm_trace, or --profile"
+    """Return the parser of `nanoray report timeline`."""
+    parser = tool_parser(
+        name_program("report timeline"),
+        "Draw traced steps of a run that was started with --comm_trace, or --profile.",
     )
+    add_run(parser)
     parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
     parser.add_argument(
         "-o",
@@ -37,15 +46,16 @@ def make_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray timeline RUN [--step S]`: draw a window of traced steps again."""
+    """Run `nanoray report timeline [RUN] [--step S]`: draw a window of traced steps again."""
     return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> None:
+    run = find_run_folder(args.run)
     if args.profile:
-        print("\n".join(write_all(args.run)))
+        print("\n".join(write_all(run)))
         return
-    steps = read_steps(args.run)
+    steps = read_steps(run)
     # The window ends with --step; the newest one ends with the newest step.
     if args.step is not None:
         if args.step not in {s["step"] for s in steps}:
@@ -55,7 +65,7 @@ def _run(args: argparse.Namespace) -> None:
             )
         steps = [s for s in steps if s["step"] <= args.step]
     drawn = newest_window(steps)
-    figure = args.figure or args.run / "comm" / "timeline.svg"
+    figure = args.figure or run / "comm" / "timeline.svg"
     with writing(figure, "give another --figure"):
         draw(drawn, figure)
         write_json(figure.with_suffix(".json"), chrome_trace(drawn))

@@ -1,4 +1,4 @@
-"""Where the time of a run went: `nanoray ledger RUN` assigns each second of each rank.
+"""Where the time of a run went: `nanoray report ledger` assigns each second of each rank.
 
 The reader of the ledgers (ledger.py) puts the processes of a slot one after the other; the time
 between them has an account, too:
@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoray.base.atomic import read_json
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
+from nanoray.cli import (
+    Parser,
+    add_run,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    tool_parser,
+)
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 from nanoray.trace.__main__ import read_steps
@@ -304,18 +311,18 @@ def format_ledger(folder: Path) -> list[str]:
 
 
 def make_parser() -> Parser:
-    """Return the parser of `nanoray ledger`."""
-    parser = tool_parser(name_program("ledger"), "Show where the time of a run went.")
-    parser.add_argument("run", type=Path, help="run folder")
+    """Return the parser of `nanoray report ledger`."""
+    parser = tool_parser(name_program("report ledger"), "Show where the time of a run went.")
+    add_run(parser)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray ledger RUN` and return the exit code."""
+    """Run `nanoray report ledger [RUN]` and return the exit code."""
 
     def run() -> None:
         args = make_parser().parse_args(argv)
-        print("\n".join(format_ledger(args.run)))
+        print("\n".join(format_ledger(find_run_folder(args.run))))
 
     return exit_code_of(run)
 

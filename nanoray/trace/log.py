@@ -39,6 +39,7 @@ WORK = ("data", "forward", "backward", "optimizer", "log")
 LATE_OF = 8
 LATE_TIMES = 6
 LATE_SHARE = 0.2  # of the other ranks' own work; less is noise
+LATE_MS = 5.0  # and so is this: a busy machine takes a core away for some milliseconds
 
 MIN_COMPARED = 3  # comparisons with no_sync before their median is shown
 DETAIL_BYTES = 256 << 20  # of steps.jsonl; later steps are written without collectives
@@ -133,7 +134,7 @@ class CommLog:
     def _name_straggler(self, figures: dict[str, Any]) -> list[str]:
         """Report once that a rank is often far behind the others, and once that it no longer is."""
         behind_ms = figures["late_ms"]
-        if behind_ms <= LATE_SHARE * figures["others_ms"]:
+        if behind_ms <= max(LATE_MS, LATE_SHARE * figures["others_ms"]):
             behind_ms = 0.0  # noise
         self._late.append((figures["late_rank"], figures["late_phase"], behind_ms))
 

@@ -1,4 +1,4 @@
-"""Put the profiles of all ranks on one clock: `nanoray timeline RUN --profile`.
+"""Put the profiles of all ranks on one clock: `nanoray report timeline RUN --profile`.
 
 Each rank has written the trace of torch.profiler in its own wall clock, and how far that clock is
 ahead of rank 0's. The merged trace is RUN/profile/all.json.gz.

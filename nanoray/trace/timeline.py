@@ -1,6 +1,6 @@
 """Draw the timeline of traced steps: phases and collectives of all ranks.
 
-As a picture (SVG, PNG), and as JSON for Perfetto: `nanoray timeline RUN [--step S]`.
+As a picture (SVG, PNG), and as JSON for Perfetto: `nanoray report timeline RUN [--step S]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m nanoray.train`: train in this process, alone or as a launcher's rank. No Ray.
+"""`nanoray train`: train in this process, alone or as a launcher's rank. No Ray.
 
 Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: host/launchers.py.
 """
@@ -56,7 +56,7 @@ from nanoray.train.launcher import watch_launcher
 from nanoray.train.model import settings_put_back
 from nanoray.train.program import Trains
 from nanoray.train.rank import train
-from nanoray.train.report import closing_lines
+from nanoray.train.report import closing_lines, words_of_training
 from nanoray.train.track.observer import Observer
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
@@ -65,7 +65,7 @@ log = logging.getLogger("nanoray.rank")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m nanoray.train` and return the exit code."""
+    """Run `nanoray train` and return the exit code."""
     return run_command(run_here, argv, name_program("train"), TRAIN)
 
 
@@ -130,7 +130,7 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
         return None
     if config.micro_batch_search and program is None:
         raise ConfigError(
-            "micro_batch_size = auto is found before a run begins, by `nanoray launch`; give the "
+            "micro_batch_size = auto is found before a run begins, by `python -m nanoray.launch`; give the "
             "number that `nanoray tune` finds with the same flags"
         )
 
@@ -186,7 +186,7 @@ def _train(
         code = stop.exit_code or 128 + signal.SIGTERM
     if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
-        say("\n".join(closing_lines(spec, summary, quiet)))
+        say("\n".join(closing_lines(spec, summary, words_of_training(os.environ), quiet)))
     return Ended(code, outcome, rendezvous.world_size)
 
 

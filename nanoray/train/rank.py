@@ -1,6 +1,6 @@
 """One rank of a run: a RunSpec and a Rendezvous become an outcome. No Ray here.
 
-`python -m nanoray.train` runs it in this process; torchrun, or RANK, WORLD_SIZE, MASTER_ADDR and
+`nanoray train` runs it in this process; torchrun, or RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT in the environment, make it one rank of many. The Ray actors of nanoray.launch call the
 same `train`.
 """

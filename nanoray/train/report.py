@@ -4,75 +4,128 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from nanoray.base.environment import working_folder
+from nanoray.base.environment import from_here
 from nanoray.base.text import clock, short
 from nanoray.checkpoint.run import RunSpec, expected_loss
+from nanoray.faults.cause import read_reports
+from nanoray.host.launchers import describe_start
 
 
-def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -> list[str]:
+def closing_lines(
+    spec: RunSpec, summary: dict[str, Any], start: str, quiet: bool = False
+) -> list[str]:
     """Return the last lines of a run: loss, expected loss, sample, folder, and commands to run next.
 
-    `quiet`: only the losses and the folder.
+    start: the words that start such a run again, before its flags. `quiet`: only the losses and the
+    folder.
     """
     if summary.get("lines"):  # of a program that is no training
-        return [*summary["lines"], f"files  {shlex.quote(_from_here(str(spec.folder)))}"]
+        return [*summary["lines"], f"files  {shlex.quote(from_here(str(spec.folder)))}"]
     # A run that failed before its first report has no number of steps.
     steps = summary["steps"]
     if steps is None:
         steps = "no"
-    restarts = ""
-    if summary["restarts"]:
-        restarts = f" · {summary['restarts']} restart(s)"
     result = (
-        f"{summary['exit_reason']:<6} {steps} steps in {clock(summary['total_s'])} · "
-        f"{_format_loss(spec, summary)}{_format_speed(summary)}{restarts}"
+        f"{summary['exit_reason']:<6} {steps} steps in {_format_time(summary)} · "
+        f"{_format_loss(spec, summary)}{_format_speed(summary)}{_format_faults(spec, summary)}"
     )
     is_complete = summary["exit_reason"] == "finished" and not summary["restarts"]
     if is_complete and summary["steps_before"] == summary["steps"]:
         loss = _format_loss(spec, summary)
         result = f"nothing to do: step {steps} of {spec.config.max_steps} · {loss}"
-    run = shlex.quote(_from_here(str(spec.folder)))
+    run = shlex.quote(from_here(str(spec.folder)))
     if quiet:
         return [result, f"files  {run}"]
 
     lines = ["", result]
-    lines += comm_lines(summary.get("comm"), _from_here(str(spec.folder)))
+    lines += comm_lines(summary.get("comm"), run)
     if summary.get("sample"):
         lines.append("sample")
         lines += [f"  {line}" for line in summary["sample"].splitlines()]
     lines.append(f"files  {run}")
 
-    for number, command in enumerate(_next_commands(spec, summary)):
+    for number, command in enumerate(_next_commands(spec, summary, run, start)):
         label = "next" if number == 0 else ""
         lines.append(f"{label:<6} {command}")
     return lines
 
 
-def _next_commands(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
-    """Return commands that fit this run: each can be pasted, also in another working folder."""
+def _next_commands(spec: RunSpec, summary: dict[str, Any], run: str, start: str) -> list[str]:
+    """Return commands that fit this run, to be pasted in this working folder."""
     config = spec.config
-    python = shlex.quote(sys.executable)
-    run = shlex.quote(str(spec.folder))
-    commands = []
-    if config.tensorboard:
-        commands.append(
-            f"{python} -m tensorboard.main --logdir {shlex.quote(str(spec.folder.parent))}"
-        )
+    nanoray = words_of_nanoray()
+    commands = [f"{nanoray} report {run}"]
     # A run that was stopped while it started has no state to sample from or to resume.
     if not any((spec.folder / "checkpoints").glob("step_*")):
         return commands
     if config.model == "gpt":
-        commands.append(f"{python} -m nanoray sample {run}")
+        commands.append(f"{nanoray} sample {run}")
     if config.model != "own":
-        resume = f"{python} -m nanoray.launch --resume {run}"
+        resume = f"{start} --resume {run}"
         # A run that ended early (a signal, stop_at, target_loss) has steps left of its own recipe.
         if summary["exit_reason"] == "finished":
             resume += f" --max_steps {2 * config.max_steps}"
         commands.append(resume)
     return commands
+
+
+def words_of_python() -> str:
+    """Return how a shell calls this interpreter: `python` where it finds this one."""
+    found = shutil.which("python")
+    if found and os.path.dirname(found) == os.path.dirname(sys.executable):
+        return "python"
+    return shlex.quote(from_here(sys.executable))
+
+
+def words_of_nanoray() -> str:
+    """Return how a shell calls nanoray's command."""
+    python = words_of_python()
+    is_installed = python == "python" and shutil.which("nanoray")
+    return "nanoray" if is_installed else f"{python} -m nanoray"
+
+
+def words_of_training(env: Mapping[str, str]) -> str:
+    """Return how a shell trains with the launcher that has started this process, or with none."""
+    place = describe_start(env)
+    if place["by"] == "torchrun":
+        return f"torchrun --nproc-per-node {place['on_host']} -m nanoray.train"
+    words = f"{words_of_nanoray()} train"
+    if place["by"] in ("srun", "mpirun"):
+        return f"{place['by']} -n {place['ranks']} {words}"
+    return words
+
+
+def _format_time(summary: dict[str, Any]) -> str:
+    """Write how long the steps took, and how long it was in all."""
+    total = clock(summary["total_s"])
+    # The seconds of a run that goes on are those of all of its steps
+    if summary["train_s"] is None or summary["resumed_from"]:
+        return total
+    return f"{clock(summary['train_s'])} ({total} with start)"
+
+
+def _format_faults(spec: RunSpec, summary: dict[str, Any]) -> str:
+    """Write how many ranks were replaced, and how often all ranks began again."""
+    restarts = summary["restarts"]
+    faults = [
+        event
+        for event in read_reports(spec.folder)
+        if event["event"] == "fault" and event["time"] >= spec.started
+    ]
+    replaced = sum(fault["replaced"] for fault in faults)
+    if faults:
+        restarts = sum(fault["recovery"] == "restart" for fault in faults)
+    text = ""
+    if replaced:
+        text += f" · {replaced} rank{'s' if replaced > 1 else ''} replaced"
+    if restarts:
+        text += f" · {restarts} restart{'s' if restarts > 1 else ''}"
+    return text
 
 
 def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:
@@ -151,11 +204,5 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
             f"       straggler: rank {straggler['rank']}, {straggler['behind_ms']:.1f} ms a step "
             f"behind in {straggler['phase']}, from step {straggler['since']} {until}"
         )
-    lines.append(f"       nanoray timeline {run} draws the traced steps")
+    lines.append(f"       nanoray report timeline {run} draws the traced steps")
     return lines
-
-
-def _from_here(path: str) -> str:
-    """Return a path below the working directory as a relative one."""
-    here = working_folder()
-    return path.removeprefix(here + os.sep) if here else path

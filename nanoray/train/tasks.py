@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanoray.base.text import short
+from nanoray.base.text import parameters, short
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch
 from nanoray.data.images import ImageData
@@ -144,13 +144,12 @@ class TextTask(ConfiguredTask):
         data = self.spec.dataset
         config = self.spec.config
         length = config.block_size
-        millions = costs.count_parameters(self.shape) / 1e6
         cut = f", {format_lengths(config)}" if config.seq_warmup_steps else ""
         return [
             f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "
             f"tokens, vocabulary {data.vocab_size}",
             f"batch  {batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {length} tok = "
-            f"{batch.global_size * length} tok/step{cut}      model {millions:.2f} M parameters"
+            f"{batch.global_size * length} tok/step{cut}      model {parameters(costs.count_parameters(self.shape))}"
             + costs.describe_experts(self.shape),
         ]
 
@@ -201,5 +200,5 @@ class ImageTask(ConfiguredTask):
             f"images, {data.vocab_size} classes",
             f"batch  {batch.micro} images × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} images/step      "
-            f"model ResNet-{self.shape.resnet_depth}, {size / 1e6:.2f} M parameters",
+            f"model ResNet-{self.shape.resnet_depth}, {parameters(size)}",
         ]

@@ -18,11 +18,14 @@ PAGE = Page(
     "Find the fastest way to train a recipe here: real steps of many settings, side by side. Losses "
     "stay as they are, up to rounding.",
     (
-        ("{prog} shakespeare-cpu", "on the ranks that `nanoray launch` would take"),
+        ("{prog} shakespeare-cpu", "on the ranks that `python -m nanoray.launch` would take"),
         ("{prog} gpt2-124m --workers 8 --budget 10m", "also how eight ranks share the work"),
         ("{prog} my.yaml --may precision,masks", "also what changes the losses"),
         ("{prog} my.yaml --micro_batch_size auto", "the micro batch alone"),
-        ("nanoray launch --config runs/..._tune-gpt2-124m/tuned.yaml", "train with what was found"),
+        (
+            "python -m nanoray.launch --config runs/..._tune-gpt2-124m/tuned.yaml",
+            "train with what was found",
+        ),
     ),
     sections=(
         (

@@ -1,4 +1,4 @@
-"""Start a search: on Ray as `nanoray launch` starts a run, or here, alone or as a launcher's rank."""
+"""Start a search: on Ray as `python -m nanoray.launch` starts a run, or here, alone or as a launcher's rank."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -86,8 +87,8 @@ def losses(run: Path) -> list[float]:
 class Command:
     """`nanoray kube ...` as a process whose output can be waited for."""
 
-    def __init__(self, *args: str) -> None:
-        self._process = commands.Command("nanoray", "kube", *args)
+    def __init__(self, *args: str, cwd: Path = commands.ROOT) -> None:
+        self._process = commands.Command("nanoray", "kube", *args, cwd=cwd)
 
     @property
     def lines(self) -> list[str]:
@@ -358,6 +359,43 @@ def test_stop_writes_a_checkpoint(
     assert newest == len(losses(folder)), "the step that was under way when the signal came"
     assert run("stop", "words", "--delete")[0] == 0
     assert key not in server.objects
+    assert operator.errors == []
+
+
+@pytest.mark.full
+def test_a_plain_script_and_its_folder_run_in_pods(
+    world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
+) -> None:
+    """`nanoray kube submit -- train.py`: the losses that torchrun prints, and what it writes stays."""
+    _, _, operator, volume = world
+    (tmp_path / "mine").mkdir()
+    script = tmp_path / "mine" / "train.py"
+    script.write_text("import plain_ddp\nplain_ddp.__name__ = '__main__'\nplain_ddp.main()\n")
+    plain = commands.ROOT / "tests" / "harness" / "plain_ddp.py"
+    (tmp_path / "mine" / "plain_ddp.py").write_text(
+        plain.read_text().replace(
+            "    dist.destroy", "    open('saved', 'a').write('x')\n    dist.destroy"
+        )
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    here = subprocess.run([*torchrun, str(plain)], capture_output=True, text=True, timeout=240)
+
+    flags = ["--workers", "2", "--device", "cpu", "--name", "mine"]
+    words = ["train.py", "--epochs", "2", "--fault", "raise"]
+    submit = Command("submit", *flags, "--", *words, cwd=script.parent)
+    code = submit.finish(300)
+    output = "\n".join(submit.lines)
+    assert code == 0, output + str(operator.errors)
+    assert "2 files, " in next(line for line in submit.lines if line.startswith("send   "))
+    assert "restart  1 of 3: all ranks" in output, "rank 1 has failed once"
+    epochs = [line for line in submit.lines if line.startswith("epoch")]
+    assert epochs[-2:] == [line for line in here.stdout.splitlines() if line.startswith("epoch")]
+
+    (saved,) = volume.glob("code/mine-*/saved")
+    assert saved.read_text() == "xx"
+    (logs,) = volume.glob("runs/mine-*/*/logs")
+    assert sorted(path.name for path in logs.glob("*.log")) == ["rank0.log", "rank1.log"]
+    assert run("stop", "mine", "--delete")[0] == 0
     assert operator.errors == []
 
 

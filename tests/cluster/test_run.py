@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from nanoray.launch.program.__main__ import main
+from tests.cluster.test_cluster_faults import FAST_HEALTH
+from tests.harness.cluster import Cluster, finish, processes_of_session, ray_head, ray_node
+from tests.harness.commands import Command, wait_for
+from tests.harness.packages import needs
+
 SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "plain_ddp.py"
+SCRIPTS = SCRIPT.parent / "scripts"
+# How the lines begin that the scripts print on rank 0
+PRINTED = ("epoch", "end __main__", "loss", "finds")
 RUN = [sys.executable, "-m", "nanoray", "run", "--workers", "2", "--device", "cpu"]
 
 
@@ -23,7 +36,7 @@ def run(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> tuple[int, st
 
 
 def lines_of(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith(("epoch", "end __main__"))]
+    return [line for line in output.splitlines() if line.startswith(PRINTED)]
 
 
 def failures(folder: Path) -> list[dict[str, object]]:
@@ -31,27 +44,79 @@ def failures(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def kind_of_script(words: str, lines: int, *packages: str, everyday: bool = False) -> object:
+    """Give a command line in the folder of scripts, and how many lines it prints."""
+    marks = [needs(*packages)] if packages else []
+    if not everyday:
+        marks.append(pytest.mark.full)
+    return pytest.param(words, lines, marks=marks, id=words.split()[-1 if "-m " in words else 0])
+
+
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        ((str(SCRIPT), "--epochs", "3"), 4),
-        pytest.param((str(SCRIPT.with_name("hf_trainer.py")),), 1, marks=pytest.mark.full),
+        kind_of_script("../plain_ddp.py --epochs 3", 4),
+        kind_of_script("finds.py --flag=a\\ word", 13, everyday=True),
+        kind_of_script("loaders.py", 2),
+        kind_of_script("fsdp2.py", 4),
+        kind_of_script("children.py", 1),
+        kind_of_script("vision_style.py --lr 0.2", 3),
+        kind_of_script("nanogpt/train.py --steps=3", 3),
+        kind_of_script("-m relative.train", 2),
+        kind_of_script("with_absl.py --steps=3", 3, "absl"),
+        kind_of_script("with_hydra.py steps=3", 3, "hydra"),
+        kind_of_script("with_accelerate.py", 2, "accelerate"),
+        kind_of_script("../hf_trainer.py", 1, "transformers", "accelerate"),
+        kind_of_script("with_lightning.py", 8, "lightning"),
     ],
-    ids=["a plain loop", "the Trainer of transformers"],
 )
 def test_a_script_prints_what_it_prints_under_torchrun(
-    tmp_path: Path, words: tuple[str, ...], lines: int
+    cluster: Cluster, tmp_path: Path, words: str, lines: int
 ) -> None:
+    """From a folder whose name has a space, which is also the working directory."""
+    folder = tmp_path / "a folder"
+    shutil.copytree(SCRIPTS.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    folder /= "scripts"
+    program = shlex.split(words)
+    if "/" in program[0]:  # it reads files of its working directory
+        folder = (folder / program[0]).parent.resolve()
+        program[0] = Path(program[0]).name
+    printed = lines_under_both(cluster, tmp_path / "runs", folder, program)
+    assert len(printed) == lines
+
+
+def lines_under_both(cluster: Cluster, out: Path, folder: Path, program: list[str]) -> list[str]:
+    """Run a program under torchrun and under `nanoray run`; return the lines that both print."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     plain = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", *words], capture_output=True, text=True, timeout=240
+        [*torchrun, "--nproc-per-node", "2", *program],
+        cwd=folder,
+        env=os.environ | {"FIRST": "1", "SECOND": "2", "PWD": str(folder)},  # PWD: as a shell
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    code, output = run(tmp_path, *words)
+    flags = ["--out_dir", str(out), "--cpus_per_worker", "0.5"]
+    flags += ["--env", "FIRST=1", "--env", "SECOND=2"]
+    code, output = finish(Command(*RUN[2:], *flags, *program, env=cluster.env, cwd=folder))
     assert (code, plain.returncode) == (0, 0), output + plain.stderr
-    assert "dashboard" not in output, "its own Ray starts a second sooner without"
-    assert len(lines_of(output)) == lines
     assert lines_of(output) == lines_of(plain.stdout)
-    assert len([*(tmp_path / "runs").glob("*/logs/rank*.log")]) == 2
+    assert len([*out.glob("*/logs/rank*.log")]) == 2
+    return lines_of(output)
+
+
+def test_the_commands_of_the_example_differ_in_their_first_words(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    folder = SCRIPT.parents[2] / "examples" / "from_torchrun"
+    before, after = re.findall(r": `(.+)`", (folder / "README.md").read_text())
+    assert (before, after) == (
+        "torchrun --nproc_per_node 2 train.py",
+        "nanoray run --workers 2 train.py",
+    )
+    printed = lines_under_both(cluster, tmp_path / "runs", folder, ["train.py"])
+    losses = [float(line.split()[-1]) for line in printed]
+    assert losses[-1] < losses[0] / 2
 
 
 @pytest.mark.parametrize(
@@ -94,6 +159,22 @@ def test_what_no_restart_can_cure_is_not_tried_again(
     assert "restart  " not in output
 
 
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--nproc_per_node", "2"), "did you mean --workers (all ranks"),
+        (("--max-restarts=2",), "did you mean --max_failures?"),
+        (("--hang-timeout", "5"), "did you mean --hang_timeout?"),
+        (("--rdzv_backend", "c10d"), "`nanoray run --help` prints those that exist"),
+    ],
+)
+def test_a_flag_of_torchrun_is_refused_with_ours(
+    flags: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, str(SCRIPT), "--epochs", "1"]) == 2
+    assert error in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_a_module_and_a_command_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os\nprint('module', __name__, os.environ['RANK'])\n")
@@ -111,6 +192,7 @@ def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
         "import os, signal, sys, time\n"
         "def save(*_):\n"
         "    open('saved' + os.environ['RANK'], 'w').close()\n"
+        "    print('rank', os.environ['RANK'], 'has saved')\n"
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
@@ -124,11 +206,50 @@ def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 130
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 130
+    assert "rank 0 has saved" in output
     assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
     for path in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+@pytest.mark.full
+def test_a_lost_node_is_named_and_all_start_again_when_there_is_room(tmp_path: Path) -> None:
+    """Two nodes with room for one rank each; one is killed, and another one joins."""
+    (tmp_path / "waits.py").write_text(
+        "import os, time\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "open('began' + os.environ['RANK'] + count, 'w').close()\n"
+        "time.sleep(1000 if count == '0' else 0)\n"
+    )
+    flags = ("--placement", "spread", "--cpus_per_worker", "1", "--out_dir", str(tmp_path / "runs"))
+    with ray_head("--num-cpus=1", **FAST_HEALTH) as head:
+        with ray_node(head) as node:
+            driver = Command(*RUN[2:], *flags, "waits.py", env=head.env, cwd=tmp_path)
+            began = [tmp_path / f"began{rank}0" for rank in (0, 1)]
+            wait_for(lambda: all(path.exists() for path in began), process=driver)
+            for pid in processes_of_session(node.pid):  # raylet, agents and the rank
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: "restart  1 of 3" in driver.output, process=driver)
+        with ray_node(head):
+            code, output = finish(driver)
+    assert code == 0, output
+    (failure,) = failures(tmp_path)
+    assert failure["rank"] in (0, 1), output
+    assert "was lost with its node" in str(failure["how"]), output
+
+
+@pytest.mark.full
+def test_two_runs_at_once_do_not_meet(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ("--cpus_per_worker", "0.5", "--out_dir", str(tmp_path / "runs"))
+    runs = [Command(*RUN[2:], *flags, str(SCRIPT), env=cluster.env, cwd=tmp_path) for _ in "ab"]
+    ends = [finish(command) for command in runs]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert lines_of(ends[0][1]) == lines_of(ends[1][1])
+    assert len([*(tmp_path / "runs").iterdir()]) == 2
 
 
 @pytest.mark.full

@@ -141,12 +141,14 @@ def _check_job(spec: dict[str, Any]) -> Iterator[str]:
             "use HTTPMode"
         )
     words = shlex.split(spec.get("entrypoint", ""))
-    if words and words[0] != "exec":
+    if words and "exec" not in words:
         yield (
             "entrypoint without exec: a stop would wait RAY_JOB_STOP_WAIT_TIME_S in full; write "
             "exec before it"
         )
-    if "--resume" not in words and spec.get("backoffLimit"):
+    # A program goes on by itself where it has saved something: its folder is on the volume.
+    is_program = "nanoray run" in " ".join(words)
+    if "--resume" not in words and spec.get("backoffLimit") and not is_program:
         yield "backoffLimit starts over on a new cluster; add --resume auto to the entrypoint"
     elif "--placement_timeout_s" not in words and "nanoray.bench" not in spec.get("entrypoint", ""):
         yield (

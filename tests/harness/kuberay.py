@@ -198,12 +198,15 @@ class Operator:
     def _create(self, namespace: str, cluster: str, job: dict[str, Any]) -> list[Pod]:
         objects = self.server.objects
         maps = {
-            key[2]: thing["data"]
+            key[2]: thing.get("data", {})
             for key, thing in objects.items()
             if key[:2] == ("configmaps", namespace)
         }
-        for name, text in maps.get(f"{job['metadata']['name']}-config", {}).items():
+        config = objects.get(("configmaps", namespace, f"{job['metadata']['name']}-config"), {})
+        for name, text in config.get("data", {}).items():
             (self.machine.config / name).write_text(text)
+        for name, content in config.get("binaryData", {}).items():
+            (self.machine.config / name).write_bytes(base64.b64decode(content))
         pods = pods_of(cluster, namespace, job, maps)
         secret = {
             "data": {"auth_token": base64.b64encode(TOKEN.encode()).decode()},

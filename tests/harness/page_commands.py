@@ -24,8 +24,9 @@ from tests.harness.manifests import require_kubectl
 from tests.harness.parsers import RUNS, find_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
-# Commands that are also modules: `python -m nanoray.train`. All others are `nanoray NAME` alone
-MODULES = ("train", "launch", "bench")
+# Commands that pages start as modules, `python -m nanoray.launch`. All others are `nanoray NAME`, but
+# torchrun takes a module
+MODULES = ("launch", "bench")
 # What is checked. Words of a system that stand beside them, such as mkdir, are not.
 PROGRAMS = r"make|nanoray(?= [a-z])|python3?|torchrun"
 PATH = r"(?:\.venv/bin/)?"
@@ -112,13 +113,13 @@ def check(words: list[str], complete: bool) -> None:
         assert rest[0] in targets, f"no target {rest[0]}"
 
 
-def check_python(words: list[str], complete: bool) -> None:
-    """`python -m MODULE ...` and `python SCRIPT ...`."""
+def check_python(words: list[str], complete: bool, modules: tuple[str, ...] = MODULES) -> None:
+    """`python -m MODULE ...` and `python SCRIPT ...`; `modules`: which of nanoray's may stand there."""
     if words[0] == "-m":
         module, *rest = words[1:]
         first, _, command = module.partition(".")
         if first == "nanoray":
-            assert not command or command in MODULES, "all other commands are `nanoray NAME`"
+            assert not command or command in modules, "all other commands are `nanoray NAME`"
             check_nanoray([command, *rest] if command else rest, complete)
             return
         assert importlib.util.find_spec(module), f"no module {module}"
@@ -136,17 +137,22 @@ def check_nanoray(words: list[str], complete: bool) -> None:
     if name == "NAME":
         return
     assert name in COMMANDS, f"nanoray has no command {name}"
+    if name == "kube" and "--" in rest and complete:
+        check_dry_run_of_kube(rest)  # of a program, whose own flags are none of ours
+        return
+    if name == "kube" and "--" in rest:
+        rest = rest[: rest.index("--")]
     if not complete:
         check_flags(rest, options_of_nanoray(name, rest), known_by="nanoray")
-    elif name in RUNS:
+    elif name in RUNS and rest[:1] != ["mig"]:
         check_flags_of_a_run(rest)
     else:
         found = find_parsers(name)
-        if "" not in found:
-            subcommand, rest = split_subcommand(rest, found)
-            assert subcommand in found, f"nanoray {name} has no {subcommand}"
-            parsers = found[subcommand]
+        subcommand, after = split_subcommand(rest, found)
+        if subcommand in found:
+            parsers, rest = found[subcommand], after
         else:
+            assert "" in found, f"nanoray {name} has no {subcommand}"
             parsers = found[""]
         _, of_runs = parsers[0].parse_known_args(rest)
         assert not of_runs or len(parsers) > 1, f"not known: {' '.join(of_runs)}"
@@ -154,9 +160,15 @@ def check_nanoray(words: list[str], complete: bool) -> None:
             of_runs = with_recipe(of_runs)
         check_flags_of_a_run(of_runs)
         if words[:2] in (["kube", "render"], ["kube", "submit"]):
-            require_kubectl()
-            dry = [*words[1:], *(["--dry_run"] if words[1] == "submit" else [])]
-            assert importlib.import_module(COMMANDS["kube"][0]).main(dry) == 0
+            check_dry_run_of_kube(words[1:])
+
+
+def check_dry_run_of_kube(words: list[str]) -> None:
+    """Render, or submit as a dry run."""
+    require_kubectl()
+    command, *flags = words
+    dry = ["--dry_run"] if command == "submit" else []
+    assert importlib.import_module(COMMANDS["kube"].module).main([command, *dry, *flags]) == 0
 
 
 def split_subcommand(words: list[str], known: Iterable[str]) -> tuple[str, list[str]]:
@@ -182,10 +194,11 @@ def check_flags_of_a_run(words: list[str]) -> None:
 def options_of_nanoray(name: str, words: list[str]) -> set[str]:
     """Return the flags of a command, or of its subcommand if one stands there."""
     found = find_parsers(name)
-    if "" not in found and words and not words[0].startswith("-"):
+    if words and not words[0].startswith("-"):
         subcommand, _ = split_subcommand(words, found)
-        assert subcommand in found, f"nanoray {name} has no {subcommand}"
-        found = {subcommand: found[subcommand]}
+        assert subcommand in found or "" in found, f"nanoray {name} has no {subcommand}"
+        word = subcommand if subcommand in found else ""
+        found = {word: found[word]}
     actions = [
         action for parsers in found.values() for parser in parsers for action in parser._actions
     ]
@@ -201,4 +214,4 @@ def check_flags(words: list[str], known: set[str], known_by: str) -> None:
 def check_torchrun(words: list[str], complete: bool) -> None:
     """The command behind torchrun's own flags, which torchrun itself refuses."""
     if "-m" in words and complete:
-        check_python(words[words.index("-m") :], complete)
+        check_python(words[words.index("-m") :], complete, (*MODULES, "train"))

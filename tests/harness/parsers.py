@@ -13,10 +13,16 @@ from unittest import mock
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.parsers import Parser, build_parser
-from nanoray.launch.program.__main__ import build_parser as parser_of_programs
+from nanoray.launch.program.flags import build_parser as parser_of_programs
 
 # Commands whose flags are those of a run, and commands that take these besides their own
 RUNS = ("train", "launch", "check")
+# Words after which a command that has a meaning of its own takes other flags
+PARTS = {
+    "report": ("compare", "ledger", "timeline"),
+    "replay": ("bisect",),
+    "check": ("mig plan", "mig show"),
+}
 TAKE_FLAGS_OF_RUNS = ("inspect", "kube render", "kube submit", "tune")
 
 
@@ -30,8 +36,9 @@ class _Found(BaseException):
 
 def find_parsers(command: str) -> dict[str, list[ArgumentParser]]:
     """Return the parsers of a command, by subcommand; "" for a command without any."""
+    parts = {word: _parsers_of(command, word) for word in PARTS.get(command, ())}
     if command in RUNS:
-        return {"": [_parser_of_runs()]}
+        return {"": [_parser_of_runs()]} | parts
     if command == "run":  # what follows its flags belongs to the program
         return {"": [parser_of_programs()]}
     if command == "bench":
@@ -40,7 +47,7 @@ def find_parsers(command: str) -> dict[str, list[ArgumentParser]]:
         words = [*dict.fromkeys([*(entry.words for entry in entries), *families, "all"])]
     else:
         words = _subcommands(command)
-    return {word: _parsers_of(command, word) for word in words}
+    return {word: _parsers_of(command, word) for word in words} | parts
 
 
 def _subcommands(command: str) -> list[str]:
@@ -69,7 +76,7 @@ def _try(command: str, *words: str) -> ArgumentParser | str:
         raise _Found(self)
 
     errors = io.StringIO()
-    module = importlib.import_module(COMMANDS[command][0])
+    module = importlib.import_module(COMMANDS[command].module)
     with mock.patch.object(Parser, "parse_known_args", stop), redirect_stderr(errors):
         try:
             module.main([*words])

@@ -26,7 +26,7 @@ def right_column() -> list[str]:
 COMMANDS = [
     line for line in right_column() if re.match(r"(nanoray|python|torchrun|srun|ray) ", line)
 ]
-TRAINS = [line for line in COMMANDS if line.startswith("python -m nanoray.train")]
+TRAINS = [line for line in COMMANDS if line.startswith("nanoray train")]
 # What the right column names besides commands and calls: parts of both.
 PARTS = {"torch.nn.Module", "engine.fit(...)", "main(run)", "metrics.jsonl", "--dp_mode ddp"}
 PARTS |= {"engine.fit", "torchrun"}

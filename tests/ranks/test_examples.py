@@ -115,7 +115,7 @@ def gpt2_and_tokens(folder: Path) -> None:
     GPT-2's tokenizer would be a download.
     """
     written_gpt2(folder / "gpt2", vocab_size=50257)
-    assert weights(["import", str(folder / "gpt2"), "--out", str(folder / "gpt2.safetensors")]) == 0
+    assert weights([str(folder / "gpt2"), "--out", str(folder / "gpt2.safetensors")]) == 0
     tokens = np.random.default_rng(0).integers(0, 50257, 4000).astype(np.uint16)
     data = folder / "data"
     data.mkdir()
@@ -140,7 +140,7 @@ def test_finetune_gpt2_plans_its_run(tmp_path: Path) -> None:
     # Without the file: what to do, and nothing started
     done = run(FINETUNE, "--init_from", "gpt2-medium", cwd=tmp_path)
     assert done.returncode == 2
-    assert "make one: `nanoray weights import PATH --out FILE.safetensors`" in done.stderr
+    assert "make one: `nanoray checkpoint import PATH --out FILE.safetensors`" in done.stderr
 
 
 @pytest.mark.full

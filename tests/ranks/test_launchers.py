@@ -29,7 +29,7 @@ def only_run(out_dir: Path) -> Path:
 
 
 def test_two_tasks_of_srun_are_two_ranks_of_one_run(recipe: Path, tmp_path: Path) -> None:
-    """SLURM's variables and no other, as `srun -n 2 python -m nanoray.train` sets them."""
+    """SLURM's variables and no other, as `srun -n 2 nanoray train` sets them."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",

@@ -91,7 +91,7 @@ def test_a_run_from_its_own_folder(
 ) -> None:
     """It has its name there, too; and only what was set differs from the defaults."""
     monkeypatch.chdir(runs["two"])
-    for words in (["faults", "."], ["ledger", "."], ["report", "."]):
+    for words in (["faults", "."], ["report", "ledger", "."], ["report", "."]):
         assert command(words) == 0
     assert re.findall(r"^run +([^\s:]+)", capsys.readouterr().out, re.M) == [runs["two"].name] * 2
     page = Page(Path("report.html")).html
@@ -104,7 +104,7 @@ def test_a_run_from_its_own_folder(
 @pytest.mark.full
 def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
-    assert command(["compare", *map(str, runs.values()), "--output", str(path)]) == 0
+    assert command(["report", "compare", *map(str, runs.values()), "--output", str(path)]) == 0
     page = Page(path)
     differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page.html)
     assert set(differing) == {"name", "max_steps", "lr", "comm_trace", "checkpoint_every"}

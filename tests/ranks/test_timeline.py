@@ -351,6 +351,7 @@ def test_another_window_can_be_drawn(
 def test_a_run_without_traces_says_how_to_get_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "run.json").write_text("{}")
     assert main([str(tmp_path)]) == 2
     assert "has no traced steps; start a run with --comm_trace every=50" in capsys.readouterr().err
 

@@ -51,7 +51,7 @@ def _credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(recipe: Path, out: Path, *flags: str, endpoint: str) -> tuple[Path, str]:
-    """Run `python -m nanoray.train`; return the run's folder and the output."""
+    """Run `nanoray train`; return the run's folder and the output."""
     command = ["nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags]
     done = run(*command, env=shell(endpoint), cwd=out.parent)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -99,6 +99,8 @@ def problem(report: check.Survey) -> tuple[str, str, bool]:
 
 def test_a_ready_machine(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([]) == 0
+    assert "setting" not in capsys.readouterr().out
+    assert check.main(["--verbose"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "ok: it can train"
     assert "placement  2 × cpu (auto: no GPU found; 2 of at most 8 ranks on 2 CPUs)" in lines

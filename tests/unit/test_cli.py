@@ -211,7 +211,7 @@ def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["/nowhere"], 4, "/nowhere does not exist; give a run folder"),
+        (["/nowhere"], 2, "no run in /nowhere; give the folder of a run"),
         (["RUN", "--device", "cuda:99"], 2, "error: device = cuda:99 cannot be used here"),
     ],
 )
@@ -241,7 +241,12 @@ def test_a_lost_stream_ends_no_command(
     lost: str,
 ) -> None:
     run, page = str(only_run(one_process[0])), str(tmp_path / "page.html")
-    commands = [["check"], ["faults", run], ["ledger", run], ["report", run, "--output", page]]
+    commands = [
+        ["check"],
+        ["faults", run],
+        ["report", "ledger", run],
+        ["report", run, "--output", page],
+    ]
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer if "pipe" in how else "/dev/full", "w", buffering=1) as stream:

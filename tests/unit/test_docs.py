@@ -65,6 +65,7 @@ def where_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A folder with the files that commands of the pages name, and no cluster."""
     (recipe,) = re.findall(r"^```yaml\n(# run\.yaml.*?)^```", text_of(KUBERAY), re.M | re.S)
     (tmp_path / "run.yaml").write_text(recipe)
+    (tmp_path / "train.py").touch()
     gpt2_weights(tmp_path / "gpt2.safetensors", positions=256)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

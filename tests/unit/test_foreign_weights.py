@@ -1,4 +1,4 @@
-"""Weights: what `nanoray weights import` takes, what init_from accepts, and what export writes.
+"""Weights: what `nanoray checkpoint import` takes, what init_from accepts, and what export writes.
 
 transformers is the reference, with random weights; nothing is downloaded.
 """
@@ -49,9 +49,9 @@ def gpt2_exact() -> Any:
 
 
 def imported(path: Path) -> Path:
-    """Return the file that `nanoray weights import` makes of another tool's weights."""
+    """Return the file that `nanoray checkpoint import` makes of another tool's weights."""
     out = path.with_name("imported.safetensors")
-    assert weights(["import", str(path), "--out", str(out)]) == 0
+    assert weights([str(path), "--out", str(out)]) == 0
     return out
 
 
@@ -181,7 +181,7 @@ def test_what_is_no_plain_gpt2_is_refused_in_one_line(
     out = tmp_path / "out.safetensors"
     path = make(gpt2, tmp_path / "w")
     capsys.readouterr()  # transformers shows its progress
-    assert weights(["import", str(path), "--out", str(out)]) == 2
+    assert weights([str(path), "--out", str(out)]) == 2
     message = capsys.readouterr().err
     assert text in message
     assert message.count("\n") == 1
@@ -202,7 +202,7 @@ def test_a_run_begins_with_a_file_of_ours_only(gpt2: Any, tmp_path: Path) -> Non
         with pytest.raises(ConfigError) as error:
             load_config(overrides={"init_from": str(path)})
         assert str(error.value).startswith(f"init_from = {path}")
-        assert "make one: `nanoray weights import PATH" in str(error.value)
+        assert "make one: `nanoray checkpoint import PATH" in str(error.value)
 
 
 class Code:
@@ -225,7 +225,7 @@ def test_code_in_a_checkpoint_is_not_run(where: str, gpt2: Any, tmp_path: Path) 
     else:
         content[where]["x"] = Code(trap)
     torch.save(content, path)
-    assert weights(["import", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert weights([str(path), "--out", str(tmp_path / "out")]) == 2
     assert not trap.exists()
     pickle.loads(pickle.dumps(Code(trap)))
     assert trap.exists(), "the trap works"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -23,7 +24,8 @@ from nanoray.kube import kustomize
 from nanoray.kube.__main__ import main
 from nanoray.kube.gpus import gpu_requests
 from nanoray.kube.kustomize import containers, groups
-from nanoray.kube.render import KUBE_DIR, entrypoint
+from nanoray.kube.render import KUBE_DIR
+from nanoray.launch.program.flags import ProgramCommand
 from tests.harness.foreign import gpt2_weights
 from tests.harness.kube_rules import DRAIN, cluster_spec, problems, templates
 from tests.harness.manifests import build, render
@@ -42,7 +44,7 @@ WITHOUT_RAY = [
     "torchrun",
     "torchrun-gpu",
 ]
-FOLDERS += [*WITHOUT_RAY, "nightly-bench", "tune"]
+FOLDERS += [*WITHOUT_RAY, "nightly-bench", "run", "tune"]
 Object = dict[str, Any]
 
 
@@ -253,9 +255,17 @@ def test_render_carries_the_configuration_along() -> None:
     )
     job = of_kind(objects, "RayJob")
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("my-run", "team")
-    assert job["spec"]["entrypoint"] == entrypoint(
-        2, "cpu", "/data/runs/my-run-19700101-000000", 4.0
-    )
+    words = job["spec"]["entrypoint"].split()
+    assert words[:4] == ["exec", "python", "-m", "nanoray.launch"]
+    given = dict(zip(words[4::2], words[5::2], strict=True))
+    assert given == {
+        "--config": "/etc/nanoray/config.yaml",
+        "--workers": "2",
+        "--device": "cpu",
+        "--placement_timeout_s": "300",
+        "--out_dir": "/data/runs/my-run-19700101-000000",
+        "--resume": "auto",
+    }
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (5, 9)
     (config,) = [o for o in objects if o["metadata"]["name"] == "my-run-config"]
     carried = make_config(yaml.safe_load(config["data"]["config.yaml"]))
@@ -490,6 +500,88 @@ def test_weights_on_the_volume_are_read_in_the_pod(
     file.write_text(yaml.safe_dump(carried | {"init_from": str(weights)}))
     config = load_config(str(file))
     assert (config.n_layer, config.n_embd, config.block_size) == (2, 32, 96)
+
+
+# Programs.
+
+
+def test_a_program_is_unpacked_on_the_volume_and_run_by_nanoray_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job's own command in a shell, whose python writes down what it gets."""
+    project = tmp_path / "project"
+    (project / "lib").mkdir(parents=True)
+    (project / "train.py").write_text("import lib.model")
+    (project / "lib" / "model.py").touch()
+    (project / "weights.bin").write_bytes(os.urandom(2**20 + 1))
+    (project / ".gitignore").write_text("*.bin")
+    monkeypatch.chdir(project)
+    flags = ["--workers", "4", "--device", "cpu", "--ranks_per_pod", "2", "--tee", "all"]
+    assert main(["render", *flags, "--", "train.py", "--lr", "0.1", "a b"]) == 0
+    out, error = capsys.readouterr()
+    assert f"send   {project}: 2 files" in error
+    objects = list(yaml.safe_load_all(out))
+    assert problems(objects) == []
+    assert "Job" not in [thing["kind"] for thing in objects], "it downloads Shakespeare"
+    job = of_kind(objects, "RayJob")
+    assert _worker(job)["replicas"] == 2
+
+    (files,) = [o["binaryData"] for o in objects if o["metadata"]["name"] == "train-config"]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(base64.b64decode(content))
+    command = job["spec"]["entrypoint"].replace("/etc/nanoray", str(tmp_path))
+    (tmp_path / "python").write_text('#!/bin/sh\npwd; find * -type f | sort; printf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    command = command.replace("/data", str(tmp_path / "data"))
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True)
+    folder, *lines = done.stdout.splitlines()
+    assert folder.startswith(f"{tmp_path}/data/code/train-"), done.stderr
+    assert lines[:5] == ["lib/model.py", "train.py", "-m", "nanoray", "run"]
+    run = ProgramCommand.parse(lines[5:])
+    assert (run.kind, run.words) == ("script", ["train.py", "--lr", "0.1", "a b"])
+    assert (run.config.workers, run.config.device, run.tee) == (4, "cpu", "all")
+    assert run.config.out_dir == folder.replace("/code/", "/runs/")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--", "train.py"], "device = auto: the pods are made for this run"),
+        (["train.py"], "train.py is a program; write `nanoray kube submit [flags] -- train.py`"),
+        (["--workers", "2", "--device", "cpu", "--", "tain.py"], "tain.py is no file"),
+        (
+            ["--workers", "2", "--device", "cpu", "--", "big/train.py"],
+            "(the largest: big/words.bin",
+        ),
+    ],
+)
+def test_a_program_that_cannot_travel_is_refused_before_anything_is_sent(
+    words: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "big").mkdir()
+    for script in ("train.py", "big/train.py"):
+        (tmp_path / script).touch()
+    if "big" in text:
+        (tmp_path / "big" / "words.bin").write_bytes(os.urandom(2**20))
+    assert main(["submit", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_program_of_the_image_needs_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--workers", "2", "--device", "cpu", "--name", "mine"]
+    assert main(["render", *flags, "--", "/opt/mine/train.py"]) == 0
+    out, error = capsys.readouterr()
+    job = of_kind(list(yaml.safe_load_all(out)), "RayJob")
+    assert job["spec"]["entrypoint"].startswith("cd /opt/mine && exec python -m nanoray run ")
+    assert job["metadata"]["name"] == "mine"
+    assert error == ""
 
 
 # Scripts.

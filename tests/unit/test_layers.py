@@ -28,8 +28,8 @@ ROWS = [
     {"start"},
     {"train"},
     {"own"},
-    {"kube", "launch", "tools"},
-    {"tune"},
+    {"launch", "tools"},
+    {"kube", "tune"},
     {"bench", "__main__"},
 ]
 FACE = ""

@@ -1,4 +1,4 @@
-"""`nanoray mig`: plans by hand, and lists of made-up cards."""
+"""`nanoray check mig`: plans by hand, and lists of made-up cards."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_the_table_leads_to_flags_that_exist() -> None:
         (["--training.seq_len", "8"], "unknown flag --training.seq_len; did you mean --block_size"),
         (["--batch_size=8"], "--micro_batch_size (of a rank in one forward pass; of a whole"),
         (["--n_layr", "1"], "unknown flag --n_layr; did you mean --n_layer?"),
-        (["--bogusbogus", "1"], "unknown flag --bogusbogus; `python -m nanoray.train --help all`"),
+        (["--bogusbogus", "1"], "unknown flag --bogusbogus; `nanoray train --help all`"),
         (["tiny"], "tiny is the value of no flag"),
     ],
 )
@@ -47,7 +47,7 @@ def test_an_unknown_flag_is_answered_with_the_closest(words: list[str], message:
         ("learning_rate: 1", "unknown key learning_rate; did you mean lr?"),
         ("optim: {lr: 3}", "unknown key optim.lr; did you mean lr?"),
         ("model: {n_layer: 2}", "unknown key model.n_layer; did you mean n_layer?"),
-        ("foo: {bar: 1}", "unknown key foo.bar; `python -m nanoray.train --help all` prints those"),
+        ("foo: {bar: 1}", "unknown key foo.bar; `nanoray train --help all` prints those"),
         ("training: {learning_rate: 1}\nlr: 2", "lr = 2 and lr = 1 are the same key; drop one"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 from nanoray.faults.cause import Failure
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
-from nanoray.launch.program.rank import MOST_BYTES, ProgramRank
+from nanoray.launch.program.rank import MOST_BYTES, TAIL_BYTES, ProgramRank
+from tests.harness.cluster import alive
+from tests.harness.commands import wait_for
 
 
 def test_a_program_has_ended_when_all_of_its_output_was_read(tmp_path: Path) -> None:
@@ -30,6 +33,64 @@ def test_a_program_has_ended_when_all_of_its_output_was_read(tmp_path: Path) -> 
     assert (read, code) == (count, 3)
 
 
+# It ignores SIGTERM, and so does what it has started.
+LEAVES = "trap '' TERM; sleep 1000 & echo $! > {0}.new; mv {0}.new {0}; wait"
+HOST = """
+import os, sys, time
+from nanoray.launch.program.rank import ProgramRank
+rank = ProgramRank(sys.argv[1] + "/rank0.log", 1, warm=False)
+words = ["sh", "-c", sys.argv[2]]
+rank.start({"kind": "command", "words": words, "folder": sys.argv[1]}, dict(os.environ))
+time.sleep(1000)
+"""
+
+
+def test_what_a_program_has_started_ends_with_its_rank(tmp_path: Path) -> None:
+    """The kernel ends the program when its rank's actor is killed, but not the program's children."""
+    pid = tmp_path / "pid"
+    command = [sys.executable, "-c", HOST, str(tmp_path), LEAVES.format(pid)]
+    with subprocess.Popen(command) as host:
+        wait_for(pid.exists, 60)
+        host.kill()
+    wait_for(lambda: not alive(int(pid.read_text())), 60)
+
+
+def test_what_a_program_has_left_ends_before_the_next_attempt(tmp_path: Path) -> None:
+    rank = ProgramRank(str(tmp_path / "logs" / "rank0.log"), 1, warm=False)
+    pid = tmp_path / "pid"
+    words = ["sh", "-c", LEAVES.format(pid)]
+    order = {"kind": "command", "words": words, "folder": str(tmp_path)}
+    rank.start(order, dict(os.environ))
+    wait_for(pid.exists, 60)
+    rank.start(order | {"words": ["true"]}, dict(os.environ))
+    wait_for(lambda: not alive(int(pid.read_text())), 60)
+    rank.close()
+
+
+def test_output_that_is_not_shown_is_read_from_its_end(tmp_path: Path) -> None:
+    rank = ProgramRank(str(tmp_path / "logs" / "rank1.log"), 1, warm=False)
+    words = ["sh", "-c", "head -c 50000000 /dev/zero; echo the end; exit 3"]
+    rank.start({"kind": "command", "words": words, "folder": str(tmp_path)}, dict(os.environ))
+    wait_for(lambda: rank.poll(0, shown=False)["code"] == 3, 60)
+    answer = rank.poll(0, shown=False)
+    assert answer["output"].endswith(b"the end\n")
+    assert len(answer["output"]) <= TAIL_BYTES
+    assert answer["offset"] == 50_000_008
+    rank.close()
+
+
+def test_an_error_that_a_program_has_caught_is_not_why_it_ended(tmp_path: Path) -> None:
+    nothing: Any = None
+    driver = ProgramDriver(RankProgram("script", ["x.py"], tmp_path), nothing, nothing)
+    driver._texts = [b"Traceback (most recent call last):\n  File ...\nImportError: no flash\n"]
+    driver.facts = [{"pid": 7, "ip": "10.0.0.1", "devices": []}]
+    answer = {"code": 3, "at": 0.0, "oom": False}
+    failure = driver._failure_of(0, answer)
+    assert (failure.signature, failure.retry) == ("exited with code 3", True)
+    failure = driver._failure_of(0, answer | {"code": 1})
+    assert (failure.signature, failure.retry) == ("ImportError: no flash", False)
+
+
 def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path) -> None:
     nothing: Any = None
     driver = ProgramDriver(RankProgram("script", ["x.py"], tmp_path), nothing, nothing)
@@ -38,6 +99,6 @@ def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path)
     (tmp_path / "logs").mkdir()
     report = {"message": {"extraInfo": {"py_callstack": earlier}}}
     driver._error_file(0).write_text(json.dumps(report))
-    assert driver._error_of(0) == ("ValueError", "earlier")
-    driver.failures.append(Failure(0, "exception", "raised ValueError: earlier"))
-    assert driver._error_of(0) == ("KeyError", "'later'")
+    assert driver._error_of(0, 1) == ("ValueError", "earlier")
+    driver.failures.append(Failure(0, "exception", "failed: ValueError: earlier"))
+    assert driver._error_of(0, 1) == ("KeyError", "'later'")

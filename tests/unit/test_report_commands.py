@@ -17,8 +17,8 @@ FLAGS = "--preset tiny --name 'a b'"
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (TRAIN, f"python -m nanoray.train {FLAGS}"),
-        (["/opt/nanoray/__main__.py", "train"], "python -m nanoray train"),
+        (TRAIN, f"nanoray train {FLAGS}"),
+        (["/opt/nanoray/__main__.py", "train"], "nanoray train"),
         (["/opt/bin/nanoray", "launch"], "/opt/bin/nanoray launch"),
         (["my script.py", "--lr", "1"], "python 'my script.py' --lr 1"),
         ([], ""),

@@ -306,7 +306,10 @@ def test_a_process_that_is_frozen_delays_no_call_and_ends_no_run(
         make_step(run_folder, 20)
     assert time.monotonic() - began < 10.0
     out = capsys.readouterr().out
-    assert f"warning  upload: not all is at {url}/{run_folder.name} yet; nanoray upload '" in out
+    assert (
+        f"warning  upload: not all is at {url}/{run_folder.name} yet; nanoray checkpoint upload '"
+        in out
+    )
     assert f"'{run_folder}' {url} sends the rest" in out
     assert not Path(f"/proc/{frozen}").exists()
 

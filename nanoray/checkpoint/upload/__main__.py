@@ -1,4 +1,4 @@
-"""`nanoray upload RUN [URL]`: copy a run's checkpoints and records to object storage by hand.
+"""`nanoray checkpoint upload [RUN] [URL]`: copy a run's checkpoints and records to object storage by hand.
 
 It sends what is on disk and not there yet. URL: that of the run's own key `upload` by default. Exit 0
 when all is there, 1 when not.
@@ -6,12 +6,10 @@ when all is there, 1 when not.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from nanoray.base.storage.store import StorageError
 from nanoray.base.storage.url import problem_of
 from nanoray.checkpoint.upload.send import RunCopy
-from nanoray.cli import exit_code_of, name_program, tool_parser
+from nanoray.cli import add_run, exit_code_of, find_run_folder, name_program, tool_parser
 from nanoray.config.load import read_mapping
 from nanoray.errors import ConfigError
 
@@ -22,16 +20,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _upload(argv: list[str] | None) -> int:
-    parser = tool_parser(name_program("upload"), __doc__)
-    parser.add_argument("run", type=Path, help="a run's folder")
+    parser = tool_parser(name_program("checkpoint upload"), __doc__)
+    add_run(parser)
     parser.add_argument("url", nargs="?", default="", help="where the runs are [the run's own]")
     args = parser.parse_args(argv)
-    run = args.run.resolve()
-    if not (run / "config.json").is_file():
-        raise ConfigError(f"{args.run} is no run's folder: it has no config.json")
+    run = find_run_folder(args.run).resolve()
     url = args.url or str(read_mapping(run / "config.json").get("upload") or "")
     if not url:
-        raise ConfigError(f"the run {args.run} has no key upload; give the URL, too")
+        raise ConfigError(f"the run {run} has no key upload; give the URL, too")
     problem = problem_of("URL", url)
     if problem:
         raise ConfigError(problem)

@@ -53,7 +53,7 @@ class Upload:
             raise ConfigError(
                 f"upload = {self._url} cannot be used: {error}; correct the URL or the credentials in "
                 "this command's environment, or train without --upload, and copy the run with "
-                "`nanoray upload` later"
+                "`nanoray checkpoint upload` later"
             ) from None
 
     def follow(self, run: Path) -> None:
@@ -120,7 +120,9 @@ class Upload:
         os.close(self._order)
         os.close(self._orders)
         if not is_gone and not self._is_complete:
-            command = f"nanoray upload {shlex.quote(str(self._run))} {shlex.quote(self._url)}"
+            command = (
+                f"nanoray checkpoint upload {shlex.quote(str(self._run))} {shlex.quote(self._url)}"
+            )
             say(
                 f"warning  upload: not all is at {join(self._url, self._run.name)} yet; {command} "
                 "sends the rest"

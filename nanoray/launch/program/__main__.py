@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,8 @@ from ray.util.placement_group import remove_placement_group
 from nanoray.base.output import say
 from nanoray.checkpoint.run import new_folder
 from nanoray.cli import exit_code_of
-from nanoray.config import Config, make_config
-from nanoray.config.run import name_of_file
+from nanoray.config import Config
 from nanoray.config.variables import values_of
-from nanoray.errors import ConfigError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.launchers import refuse_many_starts
@@ -29,26 +27,13 @@ from nanoray.launch.caller import (
     ray_address,
 )
 from nanoray.launch.connection import bounded, connected, using
-from nanoray.launch.placement import Placement
+from nanoray.launch.placement import START_TIMEOUT_S, Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
+from nanoray.launch.program.flags import ProgramCommand, require_script
+from nanoray.launch.program.folder import ProgramFolder
 from nanoray.launch.signals import catch_signals
-from nanoray.own.settings import DEFAULTS
 
-# Keys of the configuration that are flags here, with the same words and the same checks
-KEYS = (
-    "workers",
-    "cpus_per_worker",
-    "device",
-    "placement",
-    "placement_timeout_s",
-    "ray_address",
-    "out_dir",
-    "name",
-    "env",
-    "max_failures",
-)
-ABOUT = """Run an unmodified program as ranks on Ray: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT and the rest of what torchrun sets are in its environment."""
+STOPPING = b"\nSIGTERM to all ranks, which may save and end (Ctrl-C once more: end them now)\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,77 +42,31 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code_of(lambda: run(words))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags before the program."""
-    parser = argparse.ArgumentParser(
-        "nanoray run",
-        usage="nanoray run [flags] train.py [its arguments]\n"
-        "       nanoray run [flags] -m package.module [its arguments]\n"
-        "       nanoray run [flags] -- command [its arguments]",
-        description=ABOUT,
-        allow_abbrev=False,
-    )
-    for key in KEYS:
-        about = Config.model_fields[key].description
-        parser.add_argument(f"--{key}", default=argparse.SUPPRESS, help=about)
-    parser.add_argument(
-        "--hang_timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds in which no rank prints or computes, until all start again; 0: for ever",
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds between SIGTERM and SIGKILL",
-    )
-    parser.add_argument(
-        "--tee",
-        choices=["0", "all"],
-        default="0",
-        help="whose output is shown: rank 0's as it comes, or all lines with [rank]",
-    )
-    parser.add_argument("--dry_run", action="store_true", help="show what would run, and end")
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
-    parser.add_argument("program", nargs=argparse.REMAINDER)
-    return parser
-
-
 def run(argv: list[str]) -> int:
     """Run a program as a command line says, and return its exit code. Raises NanorayError."""
-    args = vars(build_parser().parse_args(argv))
-    words: list[str] = args.pop("program")
-    kind = "module" if args.pop("module") else "script"
-    if words[:1] == ["--"]:
-        kind, words = "command", words[1:]
-    if not words:
-        raise ConfigError("no program; give a script, -m MODULE, or -- COMMAND")
-    if kind == "script":
-        path = Path(words[0])
-        if not path.is_file():
-            raise ConfigError(
-                f"{words[0]} is no file; for a command write `nanoray run -- {words[0]}`"
-            )
-        # Of a Ray job each node has a copy of the folder, in which the same relative path holds.
-        if not in_copy_of_job() or path.is_absolute():
-            words = [str(path.resolve()), *words[1:]]
-    keys = {key: args[key] for key in KEYS if key in args}
-    keys.setdefault("name", name_of_file(words[0]))
-    config = make_config(DEFAULTS | {"max_failures": 3} | keys)
+    command = ProgramCommand.parse(argv)
+    config, words = command.config, command.words
+    folder = None
+    if command.kind == "script":
+        require_script(words[0])
+    # Of a Ray job each node has a copy of the folder, in which the same relative path holds.
+    if not in_copy_of_job():
+        folder = ProgramFolder.of(command.kind, words, config.out_dir)
+    if command.kind == "script" and (folder or Path(words[0]).is_absolute()):
+        words = [str(Path(words[0]).resolve()), *words[1:]]
     program = RankProgram(
-        kind,
+        command.kind,
         words,
         Path(),
         values_of(config.env, os.environ, started=False),
         config.max_failures,
-        args["hang_timeout"],
-        args["grace"],
-        args["tee"],
+        command.hang_timeout_s,
+        command.grace_s,
+        command.tee,
+        folder,
+        start_timeout_s=max(START_TIMEOUT_S, config.placement_timeout_s),
     )
-    return launch(config, program, args["dry_run"])
+    return launch(config, program, command.dry_run)
 
 
 def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
@@ -145,9 +84,12 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
         say(f"run    {what}\n{_placement_line(config, address, slots)}")
         return 0
 
+    if slots:  # Ray's temporary folder goes with it, but not that of its programs
+        variables = {"TMPDIR": tempfile.gettempdir()} | program.variables
+        program = replace(program, variables=variables)
     begun = time.monotonic()
     session = using(attached) if attached else connected(address, slots, dashboard=False)
-    with session, catch_signals() as stop:
+    with session, catch_signals(STOPPING) as stop:
         place = Placement.make(config, stop.check)
         try:
             folder = new_folder(Path(lasting_out_dir(config)).absolute(), config.name)

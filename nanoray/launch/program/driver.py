@@ -8,7 +8,9 @@ place ─► actors ─► start ─► watch ─┬─► all have ended with 0
 
 from __future__ import annotations
 
+import codecs
 import re
+import secrets
 import signal
 import sys
 import time
@@ -19,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from nanoray.base.atomic import read_json
 from nanoray.base.output import say
 from nanoray.base.text import clock
-from nanoray.errors import PlacementError
+from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import (
     Failure,
@@ -38,7 +40,9 @@ from nanoray.faults.cause import (
 )
 from nanoray.host.interfaces import LOOPBACK
 from nanoray.host.launchers import torchrun_variables
+from nanoray.launch.caller import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
+from nanoray.launch.program.folder import ProgramFolder, digest
 from nanoray.launch.program.rank import ProgramRank
 from nanoray.launch.signals import Stop
 
@@ -55,6 +59,9 @@ RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ", re.M)  # of torch, before each line
 TRACEBACK = re.compile(
     rb"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
 )
+MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
+# Where the thread that got the signal is, of the stacks that faulthandler writes
+CURRENT = re.compile(rb'Current thread .*\n  File "([^"]+)", line (\d+) in (\S+)')
 LINES_SHOWN = 15  # of the failed rank's output
 
 
@@ -70,6 +77,8 @@ class RankProgram:
     hang_timeout_s: float = 600.0  # 0: no rank is taken for hung
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
     tee: str = "0"  # whose output is shown: 0 | all
+    code: ProgramFolder | None = None  # what nodes without it get a copy of
+    start_timeout_s: float = START_TIMEOUT_S  # for all ranks' processes, also after a node is lost
 
     def log(self, rank: int) -> Path:
         """Return the file of a rank's output."""
@@ -93,6 +102,7 @@ class ProgramDriver:
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
         self._shown: list[bytes] = []  # with tee all: a line that has not ended
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of rank 0's output
 
     def run(self) -> int:
         """Run the program to its end and return the exit code."""
@@ -123,12 +133,13 @@ class ProgramDriver:
         try:
             self._create()
             self._start()
-            return self._watch()
+            failures = self._watch()
+            self._show_rest()
+            return failures
         except RayError as error:
+            failure = self._lost(error)
             self._close()
-            line = " ".join(str(error).split())[:200]
-            title = f"a node, or Ray's process on it, was lost: {line}"
-            return [Failure(-1, "node_lost", title, phase="", at=time.time())]
+            return [failure]
 
     # Start.
 
@@ -147,18 +158,88 @@ class ProgramDriver:
                 "scheduling_strategy": strategy(self.place.group, index),
             }
             actor = ray.remote(ProgramRank).options(**options)
-            self.actors.append(actor.remote(str(self.program.log(rank)), threads, warm))
-        timeout_s = START_TIMEOUT_S
-        self.facts = ray.get([a.describe.remote(script) for a in self.actors], timeout=timeout_s)
-        for rank, facts in enumerate(self.facts):
-            if not facts["sees"]:
-                raise PlacementError(
-                    f"rank {rank}, on {facts['ip']}, does not see {script}; put it on storage that all "
-                    "nodes share, or submit with `ray job submit --working-dir FOLDER`"
-                )
-        self._offsets = [0] * len(self.actors)
+            log = str(self.program.log(rank))
+            self.actors.append(actor.remote(log, threads, warm, self.program.variables))
+        self._describe(script)
+        self._send_folder()
+        self._offsets = [facts["printed"] for facts in self.facts]
         self._texts = [b""] * len(self.actors)
         self._shown = [b""] * len(self.actors)
+
+    def _describe(self, script: str) -> None:
+        """Ask all ranks what they are and what they see. Raises PlacementError."""
+        # Each node has a copy of a Ray job's folder, in which the actors already are.
+        here = "" if in_copy_of_job() else str(Path.cwd())
+        marker = self.program.folder / "logs" / f".{secrets.token_hex(8)}"
+        marker.touch()
+        try:
+            asked = [actor.describe.remote(here, str(marker), script) for actor in self.actors]
+            self.facts = self._wait_for(asked)
+        finally:
+            marker.unlink()
+        for rank, facts in enumerate(self.facts):
+            facts["words"] = self.program.words
+            if not facts["sees"] and self.program.code is None:
+                raise PlacementError(
+                    f"rank {rank}, on {facts['ip']}, does not see {script}; put it on storage that "
+                    "all nodes share, or below the folder of `ray job submit --working-dir FOLDER`"
+                )
+
+    def _send_folder(self) -> None:
+        """Send the program's folder to the nodes that do not have the same files.
+
+        Such a node keeps it in the run's folder, with what the program writes there. Raises ConfigError.
+        """
+        code = self.program.code
+        own_node = ray.get_runtime_context().get_node_id()
+        others = {f["node"]: rank for rank, f in enumerate(self.facts) if f["node"] != own_node}
+        if code is None or not others:
+            return
+        try:
+            files = code.files
+        except ConfigError:
+            if all(facts["sees"] for facts in self.facts):
+                return  # too many to compare, but the script is there
+            raise
+        asked = [self.actors[rank].digest.remote(str(code.path), files) for rank in others.values()]
+        found = ray.get(asked, timeout=START_TIMEOUT_S)
+        expected = digest(code.path, files)
+        nodes = {
+            node: rank
+            for (node, rank), theirs in zip(others.items(), found, strict=True)
+            if theirs != expected
+        }
+        if not nodes:
+            return
+
+        archive = code.pack(MOST_SENT, "a node", "put the folder on storage that all nodes share")
+        copy = str(self.program.folder / "code")
+        addresses = ", ".join(self.facts[rank]["ip"] for rank in nodes.values())
+        say(f"send   {code.describe()}, to {addresses}: {copy}")
+        packed = ray.put(archive)
+        sent = [self.actors[rank].unpack.remote(packed, copy) for rank in nodes.values()]
+        ray.get(sent, timeout=START_TIMEOUT_S)
+        for facts in self.facts:
+            if facts["node"] in nodes:
+                facts |= {"folder": copy, "words": code.words}
+
+    def _wait_for(self, refs: list[Any]) -> list[Any]:
+        """Return what new actors answer. Raises StopRequestedNow, PlacementError, RayError."""
+        deadline = time.monotonic() + self.program.start_timeout_s
+        while True:
+            ready, pending = ray.wait(refs, num_returns=len(refs), timeout=POLL_S)
+            answers = ray.get(ready)  # raises where one is lost
+            if not pending:
+                return answers
+            if self.stop.requested:
+                raise StopRequestedNow
+            if time.monotonic() > deadline:
+                ranks = ", ".join(str(refs.index(ref)) for ref in pending)
+                raise PlacementError(
+                    f"rank(s) {ranks} did not start within {self.program.start_timeout_s:g} s; `ray "
+                    "status` shows which nodes are left and what is free on them; add a node or lower "
+                    "--workers"
+                )
 
     def _start(self) -> None:
         port = ray.get(self.actors[0].free_port.remote())
@@ -168,15 +249,17 @@ class ProgramDriver:
         for rank, actor in enumerate(self.actors):
             order = {
                 "kind": self.program.kind,
-                "words": self.program.words,
-                "folder": self.facts[rank]["folder"] if not on_one_host else str(Path.cwd()),
+                "words": self.facts[rank]["words"],
+                "folder": self.facts[rank]["folder"],
             }
             variables = {
                 **self.variables_of(rank),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
-                **self.program.variables,
             }
+            if not on_one_host and self.facts[rank]["interface"]:
+                variables["GLOO_SOCKET_IFNAME"] = self.facts[rank]["interface"]
+            variables |= self.program.variables
             self._texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
         pids = ray.get(starts, timeout=START_TIMEOUT_S)
@@ -223,6 +306,7 @@ class ProgramDriver:
         collector = FailureCollector(range(len(self.actors)), False, SETTLE_S, SETTLE_S)
         while True:
             answers = self._poll()
+            unread = [answer for answer in answers if answer["code"] is None and answer["at"]]
             for rank in collector.silent:
                 answer = answers[rank]
                 if answer["code"] is not None:
@@ -238,7 +322,6 @@ class ProgramDriver:
                 self._end()
                 return [collector.cause, *collector.others]
             if self.stop.requested:
-                say("stop     SIGTERM to all ranks, which may save and end")
                 self._end()
                 raise StopRequestedNow
             # A rank moves where it prints, or has computed for a moment since it last moved.
@@ -248,7 +331,8 @@ class ProgramDriver:
                 before, moved_at = now, time.monotonic()
             elif self.program.hang_timeout_s and idle_s > self.program.hang_timeout_s:
                 return [self._hung(idle_s)]
-            time.sleep(POLL_S)
+            if not unread:
+                time.sleep(POLL_S)
 
     def _moves(self, before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]) -> bool:
         for (old_output, old_cpu), (output, cpu) in zip(before, now, strict=True):
@@ -258,11 +342,19 @@ class ProgramDriver:
 
     def _poll(self) -> list[dict[str, Any]]:
         """Ask all ranks. Raises RayError where one is lost."""
-        refs = [actor.poll.remote(self._offsets[rank]) for rank, actor in enumerate(self.actors)]
+        refs = []
+        for rank, actor in enumerate(self.actors):
+            # The log of a node with a run folder of its own is copied, all of it.
+            shown = rank == 0 or self.program.tee == "all" or not self.facts[rank]["shares_run"]
+            refs.append(actor.poll.remote(self._offsets[rank], shown))
         answers: list[dict[str, Any]] = ray.get(refs)
         for rank, answer in enumerate(answers):
             data: bytes = answer["output"]
-            self._offsets[rank] += len(data)
+            self._offsets[rank] = answer["offset"]
+            # What a node writes into a folder of its own would be missing beside the other logs.
+            if data and not self.facts[rank]["shares_run"]:
+                with self.program.log(rank).open("ab") as log:
+                    log.write(data)
             self._texts[rank] = (self._texts[rank] + data)[-(1 << 16) :]
         return answers
 
@@ -273,10 +365,16 @@ class ProgramDriver:
             *lines, self._shown[rank] = (self._shown[rank] + data).split(b"\n")
             text = "".join(f"[{rank}] {line.decode(errors='replace')}\n" for line in lines)
         elif rank == 0:
-            text = data.decode(errors="replace")
+            text = self._decoder.decode(data)  # which keeps a character that has not ended
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
+
+    def _show_rest(self) -> None:
+        """With tee all: show the last lines of ranks that have ended without a line break."""
+        for rank, line in enumerate(self._shown):
+            if line:
+                self._show(rank, b"\n")
 
     # Failures.
 
@@ -287,7 +385,7 @@ class ProgramDriver:
         cause, verb, how = how_it_ended(record)
         exit_code = 128 - code if code < 0 else code
         curable = code != USAGE
-        kind, message = self._error_of(rank) if code > 0 else ("", "")
+        kind, message = self._error_of(rank, code) if code > 0 else ("", "")
         if kind:
             cause, verb = "exception", "failed"
             how = f"{kind}: {message}" if message else kind
@@ -313,16 +411,34 @@ class ProgramDriver:
         text = self._texts[rank].decode(errors="replace")
         return "\n".join(text.splitlines()[-LINES_SHOWN:])
 
-    def _error_of(self, rank: int) -> tuple[str, str]:
+    def _error_of(self, rank: int, code: int) -> tuple[str, str]:
         """Return class and message of the error that has ended a rank's program; "" if unknown."""
         report = read_json(self._error_file(rank)).get("message", {})
         extra = report.get("extraInfo", {}) if isinstance(report, dict) else {}
-        text = str(extra.get("py_callstack", "")).encode() or self._texts[rank]
+        text = str(extra.get("py_callstack", "")).encode()
+        # Python ends with 1 after an uncaught error. Before another code a program may
+        # have printed one that it did catch.
+        if not text and code == 1:
+            text = self._texts[rank]
         errors = TRACEBACK.findall(RANK_PREFIX.sub(b"", text))
         if not errors:
             return "", ""
         kind, message = errors[-1]
         return kind.decode(), message.decode(errors="replace")[:300]
+
+    def _lost(self, error: RayError) -> Failure:
+        """Describe how a rank's actor has ended, which takes its program along."""
+        actor = getattr(error, "actor_id", None)
+        ranks = [rank for rank, own in enumerate(self.actors) if own._actor_id.hex() == actor]
+        rank = ranks[0] if len(self.facts) == len(self.actors) and ranks else -1
+        cause, how = "out_of_memory", "ended by Ray's memory monitor: its node was almost full"
+        if not isinstance(error, OutOfMemoryError):
+            lines = [line.strip() for line in str(error).splitlines()]
+            why = next((line for line in lines if line.startswith("The actor")), lines[0])
+            cause, how = "node_lost", f"its node, or Ray's process on it, was lost: {why[:300]}"
+        facts = self.facts[rank] if rank >= 0 else {}
+        title = title_of(rank, facts, "died", how) if "pid" in facts else f"a rank died: {how}"
+        return Failure(rank, cause, title, phase="", facts=facts, at=time.time())
 
     def _hung(self, idle_s: float) -> Failure:
         """Collect the stacks of all ranks, end them, and say where each was."""
@@ -331,9 +447,9 @@ class ProgramDriver:
         time.sleep(1.0)
         places = []
         for rank, answer in enumerate(self._poll()):
-            stack = re.findall(rb'File "([^"]+)", line (\d+) in (\S+)', answer["output"])
-            if stack:
-                file, line, name = (part.decode(errors="replace") for part in stack[0])
+            found = CURRENT.search(answer["output"])
+            if found:
+                file, line, name = (part.decode(errors="replace") for part in found.groups())
                 places.append(f"rank {rank} in {name} ({Path(file).name}:{line})")
         self._end()
         where = "; ".join(places) or "the stacks are in their logs"
@@ -346,7 +462,7 @@ class ProgramDriver:
         cause, *others = failures
         # What rank 0 prints is on the console already.
         is_shown = cause.rank == 0 or self.program.tee == "all"
-        consequences = announce(cause, others, with_detail=not is_shown)
+        consequences = announce(cause, others, "" if is_shown else cause.detail)
         fault = FaultReport(cause, consequences, len(self.failures) - 1, self.place.workers)
         fault.recovery = "none" if reason else "restart"
         fault.write(self.program.folder)
@@ -363,7 +479,12 @@ class ProgramDriver:
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + self.program.grace_s
         while time.monotonic() < deadline:
-            if all(answer["code"] is not None for answer in self._poll()):
+            answers = self._poll()
+            # After a failure these are the errors that follow from it.
+            if self.stop.requested:
+                for rank, answer in enumerate(answers):
+                    self._show(rank, answer["output"])
+            if all(answer["code"] is not None for answer in answers):
                 return
             time.sleep(POLL_S / 2)
         self._signal(signal.SIGKILL)

@@ -36,6 +36,11 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(order["variables"])
     os.chdir(order["folder"])
+    os.environ["PWD"] = os.getcwd()  # that of a shell, which some programs read
+    # Ray blocks and ignores Ctrl-C in what it starts; a program that sends it to itself gets it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     # No program waits for a keyboard that no rank has.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -76,10 +81,11 @@ def run_script(path: str) -> None:
     """Run a file as Python would: its folder is sys.path[0], and the module is __main__ to the end."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__, __spec__=None)
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
     sys.modules["__main__"] = module
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        # Annotations stay what they are in the script, whatever this file imports from __future__.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
 
 

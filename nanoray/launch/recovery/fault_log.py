@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.environment import from_here
 from nanoray.base.output import say
 from nanoray.faults import exit_record
 from nanoray.faults.cause import (
@@ -21,6 +22,7 @@ from nanoray.faults.cause import (
 from nanoray.faults.hang import Position
 
 LOG_LINES = 8  # of a dead rank's log, in the report
+END_OF_LOG = "end of its log:"
 LOG_BYTES = 1 << 14  # read from the end of the log: long enough for those lines
 
 
@@ -42,7 +44,12 @@ class FaultLog:
         positions: of the ranks that were training.
         """
         cause = collector.cause
-        consequences = announce(cause, collector.others)
+        detail = cause.detail
+        # The end of a dead process's log is in the report, and all of it in its file
+        if detail.startswith(END_OF_LOG):
+            log = self._folder / "logs" / f"rank{cause.rank}.log"
+            detail = f"its log  {from_here(str(log))}"
+        consequences = announce(cause, collector.others, detail)
 
         if self.present:  # the previous fault was not overcome before this one
             self.close(self.present.recovery)
@@ -79,10 +86,14 @@ class FaultLog:
         """The step after which the present fault is overcome; None if there is none."""
         return self.present.target if self.present else None
 
-    def set_recovery(self, kind: str) -> None:
-        """Note how the run recovers from the present fault: in_place, spare, shrink or restart."""
+    def set_recovery(self, kind: str, replaced: int = 0) -> None:
+        """Note how the run recovers from the present fault: in_place, spare, shrink or restart.
+
+        `replaced`: how many ranks have new processes.
+        """
         assert self.present
         self.present.recovery = kind
+        self.present.replaced = replaced
 
     def explain(self, text: str) -> None:
         """Print, and note in the report, a consequence of the present fault."""
@@ -113,5 +124,5 @@ def end_of_log(path: Path) -> str:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
-        return "\n".join(["end of its log:", *lines[-LOG_LINES:]])
+        return "\n".join([END_OF_LOG, *lines[-LOG_LINES:]])
     return ""

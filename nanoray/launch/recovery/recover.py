@@ -164,8 +164,11 @@ class Recoverer:
         if group_broke:
             self._add_broken_group(group, collector)
         self._end_silent_ranks(at, collector)
+        reason = self.decide(at, collector)
+        if reason is None and not self.ending(at):
+            say("  now      the other ranks keep the state and wait for a new process")
         at.forming = Forming(
-            self.decide(at, collector),
+            reason,
             lost=[slot for slot in group.members if slot not in group.runs],
             size_before=len(group.members),
             began_at=self.clock.monotonic(),
@@ -365,7 +368,7 @@ class Recoverer:
                 group.pool.place.workers,
             )
             say(f"shrink   {self.faults.budget} {shrunk}\n")
-        self.faults.set_recovery(kind)
+        self.faults.set_recovery(kind, len(joined))
 
 
 def say_after_training(spec: RunSpec, failure: Failure) -> None:

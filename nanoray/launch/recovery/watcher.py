@@ -115,9 +115,12 @@ class Watcher:
                 f"warning  rank {ranks} had not returned from the script's function as rank 0 had, and "
                 "was ended; --hang_timeout 0 waits without a limit"
             )
-        # All that rank 0 reported until its end, or until it left its group.
+        # All that rank 0 reported until its end, or until it left its group: before the cause of a
+        # fault is printed. Of a rank 0 that is lost, what had arrived was printed with its end.
         if not collector.failures:
             group.print_messages(console, wait_s=5.0)
+        elif group.members[0] in group.runs:
+            group.print_messages(console, wait_s=1.0)
         return collector
 
     def end_drained(self, at: RunState, collector: FailureCollector) -> None:

@@ -1,7 +1,8 @@
-"""`nanoray inspect TARGET`: a model module by module; with --verify what one batch does in it.
+"""`nanoray inspect [TARGET]`: a model module by module; with --verify what one batch does in it.
 
-TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a
-script with its own model. Flags of `python -m nanoray.train --help all` change the configuration:
+TARGET is the folder of a run, or of several (the newest of them), a checkpoint, a YAML file, the
+name of a preset, or a script with its own model. Without one it is the newest run in runs. Flags of
+`nanoray train --help all` change the configuration:
 `nanoray inspect gpt2-124m --tp 2 --world_size 8`. Exit code 1: --verify found a loss or a gradient
 that is not finite, or a parameter without a gradient.
 """
@@ -14,7 +15,15 @@ from pathlib import Path
 
 from nanoray.base.atomic import replace_text
 from nanoray.checkpoint.run import newest_record
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
+from nanoray.cli import (
+    RUNS,
+    Parser,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    tool_parser,
+    writing,
+)
 from nanoray.config.load import run_folder_of
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError
@@ -24,7 +33,11 @@ def make_parser() -> Parser:
     """Return the parser of `nanoray inspect`."""
     parser = tool_parser(name_program("inspect"), __doc__)
     parser.add_argument(
-        "target", metavar="TARGET", help="run folder, step folder, YAML file, preset, or script.py"
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        default=str(RUNS),
+        help="run folder, step folder, YAML file, preset, or script.py [the newest run in runs]",
     )
     parser.add_argument(
         "--verify",
@@ -68,9 +81,10 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
         )
 
     # What is known without computing anything, then what the run's folder and --verify add.
-    subject = find_subject(args.target, flags, args.world_size, args.function, args.verify)
+    target = _choose_target(args.target)
+    subject = find_subject(target, flags, args.world_size, args.function, args.verify)
     description = dump(subject)
-    run = run_folder_of(args.target) if Path(args.target).expanduser().is_dir() else None
+    run = run_folder_of(target) if Path(target).expanduser().is_dir() else None
     if run:
         description["statistics"] = newest_record(run, FILE)
     if args.verify:
@@ -84,6 +98,15 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
         print(args.json)
     batch = description["verify"]
     return 1 if batch and batch["problems"] else 0
+
+
+def _choose_target(target: str) -> str:
+    """Return the target; of a folder of several runs the newest run. Raises ConfigError."""
+    folder = Path(target).expanduser()
+    is_folder = folder.is_dir() or folder == RUNS
+    if is_folder and run_folder_of(target) is None:
+        return str(find_run_folder(folder))
+    return target
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from nanoray.base.atomic import read_json
 from nanoray.checkpoint.find import find_run
 from nanoray.cli import parse_args
 from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
-from nanoray.config.load import run_folder_of
 from nanoray.data.dataset import DatasetInfo, own_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
@@ -47,6 +46,7 @@ NO_EFFECT = (
     "--resume",
     "--dry_run",
     "--quiet",
+    "--verbose",
     "--topology",
     "--memory_gb",
 )
@@ -106,11 +106,6 @@ def find_subject(
         return _of_script(path, flags, world_size, function)
     what = "Dump a model"
     if path.is_dir():
-        if run_folder_of(target) is None:
-            raise ConfigError(
-                f"{path} is no run and no checkpoint of one (no config.json); give a folder such "
-                "as runs/2026-..."
-            )
         config = parse_args(["--resume", str(path), *flags], PROG, what).config
         return _of_run(path, config, world_size)
     if path.is_file():

@@ -1,5 +1,7 @@
-"""`nanoray replay RUN --step N`: do a step of a run again, and compare it with what the run
+"""`nanoray replay [RUN] --step N`: do a step of a run again, and compare it with what the run
 recorded.
+
+nanoray replay bisect A [B]   find the first step, rank and tensor in which two runs differ
 
 One process plays all data ranks in turn, from the newest checkpoint before the step (or from step
 0), with the run's own loop. Exit code 1: a value differs; where equal bits are not promised, by
@@ -21,8 +23,18 @@ from safetensors.torch import save
 
 from nanoray.base.atomic import replace_bytes
 from nanoray.checkpoint.tensorfile import plain
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
+from nanoray.cli import (
+    Parser,
+    add_run,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    run_subcommand,
+    tool_parser,
+    writing,
+)
 from nanoray.errors import ConfigError
+from nanoray.tools.replay import bisect
 from nanoray.tools.replay.again import doubts, reenact, refuse, start_before
 from nanoray.tools.replay.past import (
     LIMITS,
@@ -42,7 +54,7 @@ from nanoray.train.guard.replicas import hash_tensors
 def make_parser() -> Parser:
     """Return the parser of `nanoray replay`."""
     parser = tool_parser(name_program("replay"), __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    add_run(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to do again")
     parser.add_argument(
         "--rank",
@@ -73,8 +85,12 @@ def make_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray replay` and return the exit code."""
-    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
+    """Run `nanoray replay` or its part `bisect`, and return the exit code."""
+
+    def replay(words: list[str]) -> int:
+        return exit_code_of(lambda: _run(make_parser().parse_args(words)))
+
+    return run_subcommand({"bisect": bisect.main}, argv, __doc__, otherwise=replay)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -86,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    run = read_past(args.run)
+    run = read_past(find_run_folder(args.run))
     step = args.step
     start = start_before(run, step)
     steps = range(start + 1, step + 1)

@@ -1,4 +1,4 @@
-"""`nanoray bisect A [B]`: find the first step, rank and tensor in which two runs differ.
+"""`nanoray replay bisect A [B]`: find the first step, rank and tensor in which two runs differ.
 
 Differences of configuration and machine are listed first. Then the first step whose records or
 hashes differ, and the checkpoints of both runs: which tensors, and how many of their elements.
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
+from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.tools.replay.again import doubts, reenact, refuse
 from nanoray.tools.replay.past import (
@@ -34,9 +34,16 @@ SHOWN = 5  # tensors of a checkpoint that are listed
 
 
 def make_parser() -> Parser:
-    """Return the parser of `nanoray bisect`."""
-    parser = tool_parser(name_program("bisect"), __doc__)
-    parser.add_argument("a", type=Path, metavar="A", help="folder of a run")
+    """Return the parser of `nanoray replay bisect`."""
+    parser = tool_parser(name_program("replay bisect"), __doc__)
+    parser.add_argument(
+        "a",
+        type=Path,
+        nargs="?",
+        default=RUNS,
+        metavar="A",
+        help="folder of a run [the newest in runs]",
+    )
     parser.add_argument(
         "b", type=Path, nargs="?", metavar="B", help="folder of another run [A's re-enactment]"
     )
@@ -49,14 +56,15 @@ def make_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray bisect` and return the exit code."""
+    """Run `nanoray replay bisect` and return the exit code."""
     return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:
+    a = read_past(find_run_folder(args.a))
     if args.b:
-        return _two(read_past(args.a), read_past(args.b))
-    return _one(read_past(args.a), args.processes)
+        return _two(a, read_past(find_run_folder(args.b)))
+    return _one(a, args.processes)
 
 
 def _two(a: Past, b: Past) -> int:

@@ -1,45 +1,88 @@
-"""`nanoray report RUN [RUN ...]`: one HTML page about a run, or about several beside each other."""
+"""`nanoray report [RUN]`: one HTML page about a run.
+
+nanoray report compare RUN RUN ...   one page about several, beside each other
+nanoray report ledger [RUN]          where the time went: compute, communication, recovery, ...
+nanoray report timeline [RUN]        draw traced steps: phases and collectives of all ranks
+"""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from nanoray.base.atomic import replace_text
-from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
+from nanoray.cli import (
+    Parser,
+    add_run,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    run_subcommand,
+    tool_parser,
+    writing,
+)
 from nanoray.tools.report.charts import COLOURS, charts
 from nanoray.tools.report.command import typed_command
 from nanoray.tools.report.gather import RunFiles, facts, read_run, settings
 from nanoray.tools.report.html import render
+from nanoray.trace import __main__ as timeline
+from nanoray.trace import accounts
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 def make_parser() -> Parser:
-    """Return the parser of `nanoray report` and `nanoray compare`."""
-    parser = tool_parser(name_program("report"), "Write an HTML page about runs.")
-    parser.add_argument("run", type=Path, nargs="+", help="folder of a run; several are compared")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="page to write [RUN/report.html; of several: compare.html here]",
-    )
+    """Return the parser of `nanoray report`."""
+    parser = tool_parser(name_program("report"), __doc__)
+    add_run(parser)
+    _add_output(parser, "[RUN/report.html]")
     return parser
 
 
+def make_comparison_parser() -> Parser:
+    """Return the parser of `nanoray report compare`."""
+    parser = tool_parser(name_program("report compare"), "One HTML page about several runs.")
+    parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    _add_output(parser, "[compare.html]")
+    return parser
+
+
+def _add_output(parser: Parser, default: str) -> None:
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"page to write {default}"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray report` and return the exit code."""
-    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
+    """Run `nanoray report` or one of its parts, and return the exit code."""
+    parts = {"compare": compare, "ledger": accounts.main, "timeline": timeline.main}
+    return run_subcommand(parts, argv, __doc__, otherwise=report)
 
 
-def _run(args: argparse.Namespace) -> None:
-    output = args.output
-    if output is None:
-        # A comparison belongs to no run's folder.
-        output = Path("compare.html") if len(args.run) > 1 else args.run[0] / "report.html"
-    html = page([read_run(folder) for folder in args.run])
+def report(argv: list[str]) -> int:
+    """Run `nanoray report [RUN]` and return the exit code."""
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        folder = find_run_folder(args.run)
+        _write([folder], args.output or folder / "report.html")
+
+    return exit_code_of(run)
+
+
+def compare(argv: list[str]) -> int:
+    """Run `nanoray report compare RUN RUN ...` and return the exit code."""
+
+    def run() -> None:
+        args = make_comparison_parser().parse_args(argv)
+        # It belongs to no run's folder
+        _write([find_run_folder(path) for path in args.run], args.output or Path("compare.html"))
+
+    return exit_code_of(run)
+
+
+def _write(folders: list[Path], output: Path) -> None:
+    """Write the page about some runs, and print its path."""
+    html = page([read_run(folder) for folder in folders])
     with writing(output, "give another --output"):
         replace_text(output, html)
     print(output)

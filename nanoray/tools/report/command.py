@@ -6,11 +6,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-# The file of a package's command -> the words that run it.
-_MODULES = {
-    "nanoray/train/__main__.py": ["-m", "nanoray.train"],
-    "nanoray/launch/__main__.py": ["-m", "nanoray.launch"],
-    "nanoray/__main__.py": ["-m", "nanoray"],
+# The file of a command -> the words that run it.
+_COMMANDS = {
+    "nanoray/train/__main__.py": ["nanoray", "train"],
+    "nanoray/launch/__main__.py": ["python", "-m", "nanoray.launch"],
+    "nanoray/__main__.py": ["nanoray"],
 }
 
 
@@ -24,11 +24,11 @@ def typed_command(spec: dict[str, Any]) -> str:
         return ""
     # A console script runs by itself, each other file in an interpreter.
     words = [argv[0]]
-    for ending, module in _MODULES.items():
-        if argv[0].endswith(ending):
-            words = module
     if Path(argv[0]).suffix == ".py":
-        words = ["python", *words]
+        words = ["python", argv[0]]
+    for ending, command in _COMMANDS.items():
+        if argv[0].endswith(ending):
+            words = command
     return shlex.join([*words, *_without_values(argv[1:])])
 
 

@@ -1,7 +1,7 @@
 """The cost of each operation of some steps: `--profile 5:8` writes profile/rank0.json.gz.
 
 torch.profiler records operations, what they allocate, kernels and collectives. The loop's phases are spans above them.
-`nanoray timeline RUN --profile` puts the files of all ranks on one clock: see
+`nanoray report timeline RUN --profile` puts the files of all ranks on one clock: see
 trace/profiles.py.
 """
 
