@@ -239,7 +239,7 @@ def test_a_lost_node_is_named_and_all_start_again_when_there_is_room(tmp_path: P
     assert code == 0, output
     (failure,) = failures(tmp_path)
     assert failure["rank"] in (0, 1), output
-    assert "was lost with its node" in str(failure["how"]), output
+    assert "its node, or Ray's process on it, was lost" in str(failure["title"]), output
 
 
 @pytest.mark.full
