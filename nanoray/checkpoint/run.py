@@ -13,7 +13,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     tb/              TensorBoard
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     failures and recoveries;  `nanoray faults` explains them
-    logs/rank0.log   each rank's log;  rank0.progress: its last step and phase;  rank0.exit.json: how it ended
+    logs/rank0.log   each rank's log;  rank0.progress: its last step and phase, and how it ended
     logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray report ledger` adds them up
     attempt          the attempt that may write checkpoints, and when its command started
     lock             held by the process that uses the run; contains its pid and host
@@ -134,12 +134,8 @@ class RunSpec:
         return self.folder / "logs" / f"rank{rank}.log"
 
     def progress(self, rank: int) -> Path:
-        """Return the path of a rank's progress file."""
+        """Return the path of a rank's file: its position, then how its process ended."""
         return self.folder / "logs" / f"rank{rank}.progress"
-
-    def exit_record(self, rank: int) -> Path:
-        """Return the path of the record of how a rank's process ended."""
-        return self.folder / "logs" / f"rank{rank}.exit.json"
 
     def ledger(self, rank: int) -> Path:
         """Return the path of this process' ledger, as the process of a rank in this attempt."""

@@ -15,7 +15,7 @@ from nanoray.cli import (
     name_program,
     tool_parser,
 )
-from nanoray.faults.cause import FaultReport, read_reports
+from nanoray.faults.cause import outcome_of, read_reports
 
 
 def make_parser() -> Parser:
@@ -47,28 +47,22 @@ def story(folder: Path) -> list[str]:
                 f"{_format_time(event)}  memory    {event['why']}: a micro batch has at most "
                 f"{event['limit']} instead of {event['asked']} from step {event['step']} on"
             )
-        elif event["event"] == "failure":
-            lines.append(_format_failure(event))
         else:
             lines += _format_fault(event)
 
-    failures = [event for event in events if event["event"] == "failure"]
-    if failures:
-        again = sum(event["again"] for event in failures)
-        lines.append(f"total     {len(failures)} failure(s), {again} restart(s) of all ranks")
-        return lines
     faults = [event for event in events if event["event"] == "fault"]
     if not faults:
         lines.append("no rank failed because of it" if events else "no rank failed")
         return lines
-    lost_s = sum((fault["detect_s"] or 0.0) + (fault["recover_s"] or 0.0) for fault in faults)
-    repeated = sum(fault["steps_repeated"] or 0 for fault in faults)
     counts = Counter(fault["recovery"] or "interrupted" for fault in faults)
     recoveries = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    lines.append(
-        f"total     {len(faults)} fault(s): {recoveries}; {lost_s:.1f} s without training, "
-        f"{repeated} steps repeated"
-    )
+    total = f"total     {len(faults)} fault(s): {recoveries}"
+    # The steps of a program with a loop of its own are not known.
+    if any(fault["phase"] for fault in faults):
+        lost_s = sum((fault["detect_s"] or 0.0) + (fault["recover_s"] or 0.0) for fault in faults)
+        repeated = sum(fault["steps_repeated"] or 0 for fault in faults)
+        total += f"; {lost_s:.1f} s without training, {repeated} steps repeated"
+    lines.append(total)
     return lines
 
 
@@ -79,25 +73,18 @@ def _format_planned(event: dict[str, Any]) -> str:
     )
 
 
-def _format_failure(event: dict[str, Any]) -> str:
-    """Describe the failure of a program that `nanoray run` has run."""
-    who = f"rank {event['rank']}" if event["rank"] >= 0 else "a rank"
-    then = "all ranks started again" if event["again"] else "gave up"
-    return f"{_format_time(event)}  failure   {who} {event['how']}; {then}"
-
-
 def _format_fault(event: dict[str, Any]) -> list[str]:
-    values = {key: event[key] for key in event if key not in ("event", "time", "monotonic")}
-    report = FaultReport(**values)
-    lines = [f"{_format_time(event)}  {report.cause:<9} {report.title}"]
-    lines += [f"            {line}" for line in report.log_tail[-3:]]
-    lines += [f"          then      {line}" for line in report.consequences]
-    if report.recovery == "none":
+    lines = [f"{_format_time(event)}  {event['cause']:<9} {event['title']}"]
+    lines += [f"            {line}" for line in event["log_tail"][-3:]]
+    lines += [f"          then      {line}" for line in event["consequences"]]
+    if event["recovery"] == "none":
         lines.append("          gave up")
-    elif report.recover_s is None:
+    elif not event["phase"]:
+        lines.append("          restart   all ranks started again")
+    elif event["recover_s"] is None:
         lines.append("          interrupted by the next fault, before a new step was completed")
     else:
-        lines.append(f"          {report.recovery:<9} {report.outcome()}")
+        lines.append(f"          {event['recovery']:<9} {outcome_of(event)}")
     return lines
 
 

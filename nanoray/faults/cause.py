@@ -11,13 +11,14 @@ event costs O(1), because one death can make thousands of ranks fail at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import read_json_lines
+from nanoray.base.output import say
 from nanoray.faults.plan import append_event
 from nanoray.faults.progress import AFTER_UPDATE, SCRIPT, UNKNOWN
 
@@ -41,6 +42,7 @@ NOT_CHARGED = ("drained", "driver_silent", "no_memory")
 # How long to wait for the root of a consequence: a busy Ray reports a death later than its peers do
 ROOT_S = 10.0
 PROGRESS_STEPS = 10  # completed steps after which a failure is counted anew
+BY_KERNEL = "killed by the kernel, which was out of memory"
 # Lines that a report keeps: thousands of ranks fail with the same message
 MAX_CONSEQUENCES = 8
 
@@ -53,7 +55,7 @@ class Failure:
     cause: str  # a key of CAUSES
     title: str  # one line for people
     step: int = 0  # the step being computed, or just completed
-    phase: str = "init"
+    phase: str = "init"  # "": of a program whose steps are not known
     detail: str = ""  # traceback, or the end of the log
     retry: bool = True
     exit_code: int = 1  # of the command, if there is no retry
@@ -64,7 +66,8 @@ class Failure:
     silent_s: float = 0.0  # hung: seconds without progress on any rank
     # Of a rank that died: monotonic seconds of its last heartbeat at the driver, if there was one
     heard_at: float | None = None
-    at: float = 0.0  # monotonic seconds at which the driver noticed it
+    # Monotonic seconds at which the driver noticed it; of any program, Unix seconds at which it ended
+    at: float = 0.0
 
     @property
     def completed(self) -> int:
@@ -74,23 +77,18 @@ class Failure:
 
 @dataclass
 class FaultReport:
-    """One fault and its outcome: a line of faults.jsonl."""
+    """A fault of a run: the failure that caused it, what followed, and what recovery has cost."""
 
-    rank: int
-    step: int
-    phase: str
-    cause: str
-    title: str
+    cause: Failure
+    consequences: list[str]  # failures of other ranks that followed from this one
     attempt: int
     world_size: int
-    node: str
-    ip: str
-    pid: int
-    device: str
-    signal: str | None
-    exit_code: int | None
-    log_tail: list[str]
-    consequences: list[str]  # failures of other ranks that followed from this one
+
+    # What recovery costs is counted from these.
+    known_at: float = 0.0  # monotonic seconds at which the driver noticed it
+    completed: int = 0  # steps completed before the fault
+    base: int | None = None  # the step from which the present attempt started, if known
+
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
     replaced: int = 0  # ranks that a new process has taken the place of, while the others waited
     # From the death until the driver noticed it, or from the last heartbeat before it where the time
@@ -98,55 +96,6 @@ class FaultReport:
     detect_s: float | None = None
     recover_s: float | None = None  # from then until a new step was completed
     steps_repeated: int | None = None
-
-    @classmethod
-    def of(
-        cls, cause: Failure, others: Sequence[Failure], attempt: int, world_size: int
-    ) -> FaultReport:
-        """Return the report of a fault whose outcome is still open."""
-        facts = cause.facts
-        return cls(
-            rank=cause.rank,
-            step=cause.step,
-            phase=cause.phase,
-            cause=cause.cause,
-            title=cause.title,
-            attempt=attempt,
-            world_size=world_size,
-            node=facts.get("node", ""),
-            ip=facts.get("ip", ""),
-            pid=facts.get("pid", 0),
-            device=",".join(facts.get("devices", [])) or "cpu",
-            signal=cause.exit_record.get("signal"),
-            exit_code=cause.exit_record.get("exit_code"),
-            log_tail=cause.detail.splitlines(),
-            consequences=consequences_of(others),
-        )
-
-    def write(self, folder: Path) -> None:
-        """Append this report to the run's faults.jsonl."""
-        append_event(folder / "faults.jsonl", "fault", asdict(self))
-
-    def outcome(self) -> str:
-        """Return the outcome of recovery in one line."""
-        parts = []
-        if self.detect_s is not None:
-            parts.append(f"detected in {self.detect_s:.2f} s")
-        parts.append(f"training again after {self.recover_s or 0.0:.2f} s")
-        if self.steps_repeated is not None:
-            noun = "step" if self.steps_repeated == 1 else "steps"
-            parts.append(f"{self.steps_repeated or 'no'} {noun} repeated")
-        return ", ".join(parts)
-
-
-@dataclass
-class Recovery:
-    """A fault from which the run has not recovered yet."""
-
-    report: FaultReport
-    known_at: float  # monotonic seconds at which the driver noticed it
-    completed: int  # steps completed before the fault
-    base: int | None = None  # the step from which the present attempt started, if known
 
     @property
     def target(self) -> int:
@@ -162,12 +111,92 @@ class Recovery:
             self.base = base
         return step > self.target and not waiting
 
-    def finish(self, now: float) -> FaultReport:
-        """Return the report, with the cost of recovery filled in."""
-        self.report.recover_s = round(now - self.known_at, 3)
+    def overcome(self, now: float) -> None:
+        """Fill in what recovery has cost: a step was completed for the first time since."""
+        self.recover_s = round(now - self.known_at, 3)
         if self.base is not None:
-            self.report.steps_repeated = max(0, self.completed - self.base)
-        return self.report
+            self.steps_repeated = max(0, self.completed - self.base)
+
+    def record(self) -> dict[str, Any]:
+        """Return this fault as a line of faults.jsonl."""
+        cause = self.cause
+        facts = cause.facts
+        return {
+            "rank": cause.rank,
+            "step": cause.step,
+            "phase": cause.phase,
+            "cause": cause.cause,
+            "title": cause.title,
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "node": facts.get("node", ""),
+            "ip": facts.get("ip", ""),
+            "pid": facts.get("pid", 0),
+            "device": ",".join(facts.get("devices", [])) or "cpu",
+            "signal": cause.exit_record.get("signal"),
+            "exit_code": cause.exit_record.get("exit_code"),
+            "log_tail": cause.detail.splitlines(),
+            "consequences": self.consequences,
+            "recovery": self.recovery,
+            "replaced": self.replaced,
+            "detect_s": self.detect_s,
+            "recover_s": self.recover_s,
+            "steps_repeated": self.steps_repeated,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Append this fault to the run's faults.jsonl. A full disk must not end the run."""
+        try:
+            append_event(folder / "faults.jsonl", "fault", self.record())
+        except OSError as error:
+            say(f"warning  cannot write the fault report to faults.jsonl: {error.strerror}")
+
+
+def outcome_of(record: Mapping[str, Any]) -> str:
+    """Return the outcome of recovery in one line, from a fault's record."""
+    parts = []
+    if record["detect_s"] is not None:
+        parts.append(f"detected in {record['detect_s']:.2f} s")
+    parts.append(f"training again after {record['recover_s'] or 0.0:.2f} s")
+    repeated = record["steps_repeated"]
+    if repeated is not None:
+        noun = "step" if repeated == 1 else "steps"
+        parts.append(f"{repeated or 'no'} {noun} repeated")
+    return ", ".join(parts)
+
+
+def announce(cause: Failure, others: Sequence[Failure], detail: str) -> list[str]:
+    """Print a fault: its cause with `detail`, and what followed. Returns what followed."""
+    word = "drain  " if cause.cause == "drained" else "failure"
+    consequences = consequences_of(others)
+    lines = ["", f"{word}  {cause.title}"]
+    lines += [f"  {line}" for line in detail.rstrip().splitlines()]
+    lines += [f"  {line}" for line in consequences]
+    say("\n".join(lines))
+    return consequences
+
+
+def title_of(rank: int, facts: Mapping[str, Any], what: str, how: str = "") -> str:
+    """Return one line on a rank: who it is, what it did, and how that came about."""
+    device = ",".join(facts.get("devices", ()))
+    on_device = f", device {device}" if device else ""
+    who = f"rank {rank} (pid {facts['pid']}, node {facts['ip']}{on_device})"
+    return f"{who} {what}: {how}" if how else f"{who} {what}"
+
+
+def how_it_ended(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return cause, verb and reason of a process' end from its exit record.
+
+    Without a record ({}) only that it ended is known.
+    """
+    if record.get("oom"):
+        return "out_of_memory", "died", BY_KERNEL
+    if record.get("signal"):
+        words = ", a segmentation fault" if record["signal"] == "SIGSEGV" else ""
+        return "killed", "died", f"killed by {record['signal']}{words}"
+    if "exit_code" in record:
+        return "killed", "died", f"exited with code {record['exit_code']}"
+    return "killed", "died", "killed, or crashed without a Python exception"
 
 
 def consequences_of(others: Sequence[Failure]) -> list[str]:
@@ -224,7 +253,7 @@ class FailureCollector:
         if failure is None:
             return
         self.first_failure_at = self.first_failure_at or now
-        failure.at = now
+        failure.at = failure.at or now
         self.failures.append(failure)
 
         # A run that cannot start, or a script's own loop: no rank has a state to keep.
@@ -286,14 +315,31 @@ class FailureCollector:
     @property
     def cause(self) -> Failure:
         """The failure closest to the root; of equal ones the earliest. Needs at least one."""
-        return min(self.failures, key=lambda failure: CAUSES[failure.cause])
+        return min(self.failures, key=lambda failure: (_distance(failure), failure.at))
+
+    @property
+    def others(self) -> list[Failure]:
+        """The failures that followed from the cause."""
+        cause = self.cause
+        return [failure for failure in self.failures if failure is not cause]
+
+
+def _distance(failure: Failure) -> int:
+    """Return how far a failure is from the root cause.
+
+    C++ aborts a process where an error of its own is not caught, as of a collective: that may follow
+    from an exception of another rank.
+    """
+    if failure.exit_record.get("signal") == "SIGABRT":
+        return max(1, CAUSES[failure.cause])
+    return CAUSES[failure.cause]
 
 
 def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int) -> str | None:
     """Return why the run must not continue after `cause`, the newest of `history`; None if it may.
 
     A deterministic failure repeats at the same place: an exception twice, a death without a stated
-    reason three times.
+    reason, and any failure of a program whose steps are not known, three times.
     """
     if not cause.retry:
         return "restarting cannot cure this"
@@ -308,18 +354,18 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
         if (earlier.signature, earlier.step, earlier.phase) != place:
             break
         repeats += 1
-    allowed = 1 if cause.cause == "exception" else 2
+    allowed = 1 if cause.cause == "exception" and cause.phase else 2
     if cause.signature and repeats > allowed:
-        return f"deterministic: it failed {repeats} times in the same way at the same step"
+        where = "at the same step" if cause.phase else "soon after the start"
+        return f"deterministic: it failed {repeats} times in the same way {where}"
 
     # Too many failures for the steps between them.
-    if without_progress(history) > max_failures:
-        return (
-            f"max_failures = {max_failures} is exceeded: no {PROGRESS_STEPS} steps in a row "
-            "without a failure"
-        )
-
-    return None
+    if without_progress(history) <= max_failures:
+        return None
+    reason = f"max_failures = {max_failures} is exceeded"
+    if cause.phase:
+        reason += f": no {PROGRESS_STEPS} steps in a row without a failure"
+    return reason
 
 
 def without_progress(history: list[Failure]) -> int:
@@ -400,8 +446,13 @@ def is_collective_error(error: BaseException) -> bool:
     """Return whether `error` reports a lost peer of a group: a consequence, never the cause."""
     # By name, because the driver does not import torch.
     names = {cls.__name__ for cls in type(error).__mro__}
-    if names & _COLLECTIVE_ERRORS:
+    return reports_lost_peer(names, str(error))
+
+
+def reports_lost_peer(names: Collection[str], message: str) -> bool:
+    """Return the same of an error of which the names of its classes and its message are known."""
+    if not _COLLECTIVE_ERRORS.isdisjoint(names):
         return True
     # Gloo raises plain RuntimeErrors.
-    message = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in message for sign in _COLLECTIVE_SIGNS)
+    message = message.lower()
+    return "RuntimeError" in names and any(sign in message for sign in _COLLECTIVE_SIGNS)

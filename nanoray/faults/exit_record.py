@@ -35,6 +35,9 @@ _PIDFD_INFO = struct.Struct("QQ11Ii")
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _PAGE = 4096
+POSITION_BYTES = (
+    32  # of a rank's file: its last position (progress.py); the record stands behind it
+)
 # A thread takes a lock within microseconds; this is for a machine that is very busy
 LOCK_S = 30.0
 # The count of the out-of-memory killer is read every 5 s, and 4 readings are kept: an increase
@@ -44,7 +47,7 @@ OOM_LOOKS = 4
 
 
 def watch(record: Path) -> None:
-    """Start a process that writes `record` when this one dies, in any way. Linux only.
+    """Start a process that writes into the file `record` when this one dies, in any way. Linux only.
 
     Returns when that process is ready: a death before would leave no record, because the parent
     reaps the status at once.
@@ -90,8 +93,29 @@ def read(record: Path) -> dict[str, float | str | None]:
     """Return a record: pid, signal (its name) or exit_code, oom, boot and monotonic; else {}."""
     # Without nanoray's reader of mappings: this file is run by itself, beside the rank.
     with suppress(OSError, TypeError, ValueError):
-        return dict(json.loads(record.read_text(encoding="utf-8")))
+        return dict(json.loads(record.read_bytes()[POSITION_BYTES:]))
     return {}
+
+
+def write(path: Path, record: dict[str, object]) -> None:
+    """Write a record into a rank's file, in the place of an earlier process' one. Raises OSError."""
+    content = json.dumps(record).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # The rank may have died before it wrote a position: then zeros stand there.
+        os.ftruncate(file, POSITION_BYTES)
+        # In one call: a reader finds no record, or a complete one.
+        os.pwrite(file, content, POSITION_BYTES)
+    finally:
+        os.close(file)
+
+
+def record_of(code: int) -> dict[str, object]:
+    """Return what a record says of an exit code, which is minus the number of a signal."""
+    if code < 0:
+        return {"signal": signal.Signals(-code).name}
+    return {"exit_code": code}
 
 
 def boot_id() -> str:
@@ -196,21 +220,11 @@ def _main(page: int, stat: int, when_ready: int, pid: int, path: str) -> None:
     # The status first: the parent may reap the process at any moment, and the status with it.
     record: dict[str, object] = {"pid": pid, "monotonic": time.monotonic()}
     with suppress(OSError):  # without a status, the record has only the time
-        status = _exit_status(stat, pidfd)
-        number = status & 0x7F
-        if number:
-            record["signal"] = signal.Signals(number).name
-        else:
-            record["exit_code"] = status >> 8
+        record |= record_of(os.waitstatus_to_exitcode(_exit_status(stat, pidfd)))
     record["oom"] = _was_oom(record, oom_kills)
     record["boot"] = boot_id()
 
-    # A reader finds no record, or a complete one. The folder may have been removed meanwhile.
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(record, file)
-    os.replace(temporary, path)
+    write(Path(path), record)
 
 
 if __name__ == "__main__":

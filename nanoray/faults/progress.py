@@ -1,4 +1,7 @@
-"""Write a rank's step and phase to a mapped file that outlives the process."""
+"""Write a rank's step and phase to a mapped file that outlives the process.
+
+position (32 bytes, by the rank) │ how the process ended (JSON, by the one beside it: exit_record.py)
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ NOT_BEGUN = (0, "init", UNKNOWN, 0.0)  # the place of a rank of which nothing is
 
 
 class ProgressFile:
-    """A rank's position, in 32 bytes of a file that survive SIGKILL. A write goes to memory."""
+    """A rank's position, in the first bytes of a file. They survive SIGKILL. A write goes to memory."""
 
     # Step, phase, the completed step from which this attempt started, monotonic seconds
     _FORMAT = struct.Struct("<qqqd")
@@ -74,7 +77,7 @@ class ProgressFile:
     @classmethod
     def _unpack(cls, content: bytes) -> tuple[int, str, int, float] | None:
         try:
-            step, phase, base, seconds = cls._FORMAT.unpack(content)
+            step, phase, base, seconds = cls._FORMAT.unpack_from(content)
             return step, PHASES[phase], base, seconds
         except (struct.error, IndexError):
             return None

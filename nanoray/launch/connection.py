@@ -27,9 +27,7 @@ from nanoray.launch.ray_compat import (
     has_tokens,
     in_own_process_groups,
     quiet_about_deaths,
-    refuses_token,
     reread_authentication,
-    token_of_this_user,
     without_dashboard,
 )
 
@@ -172,38 +170,13 @@ def _connect(address: str) -> Any:
     """Connect to a cluster. Raises PlacementError."""
     try:
         dial(address)
-        _require_token(address)
         return _init(address, {})
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise PlacementError(
             f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check "
-            "`ray status`, RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
+            "`ray status`, RAY_ADDRESS and, if the cluster asks for a token, RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN (its head's ~/.ray/auth_token), or use --ray_address local"
         ) from None
-
-
-def _require_token(address: str) -> None:
-    """Raise PlacementError if the cluster asks for a token, and this command sends no right one.
-
-    A local `ray.init()` leaves a token in ~/.ray/auth_token, and each later `ray start` of that user
-    asks for it.
-    """
-    if not has_tokens() or not refuses_token(address):
-        return
-    where = f"the Ray cluster at {address} asks for a token, and"
-    get_it = (
-        "copy ~/.ray/auth_token from the cluster's head, or set RAY_AUTH_TOKEN, and set "
-        "RAY_AUTH_MODE=token"
-    )
-    token = token_of_this_user()
-    if not token:
-        raise PlacementError(f"{where} this user has none; {get_it}")
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        raise PlacementError(
-            f"{where} RAY_AUTH_MODE = {os.environ.get('RAY_AUTH_MODE', '')!r} sends none; set "
-            "RAY_AUTH_MODE=token, and the token of this user is sent"
-        )
-    if refuses_token(address, token):
-        raise PlacementError(f"{where} that of this user is another one; {get_it}")
 
 
 # Calls to a cluster that may have no head.

@@ -29,31 +29,6 @@ def numbers_of(version: str = ray.__version__) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def refuses_token(address: str, token: str = "", timeout_s: float = 5.0) -> bool:
-    """Return whether the head at HOST:PORT refuses a request with this token, or without one.
-
-    Ray's own client repeats the request for 20 s, prints each refusal, and reports another error.
-    """
-    grpc: Any = importlib.import_module("grpc")  # a part of ray[default], without types
-    metadata = [("authorization", f"Bearer {token}")] if token else []
-    with grpc.insecure_channel(address) as channel:
-        request = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
-        try:
-            request(b"", timeout=timeout_s, metadata=metadata)
-        except grpc.RpcError as error:
-            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
-    return False
-
-
-def token_of_this_user() -> str:
-    """Return the token that Ray finds: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
-    loaders: Any = ray._raylet
-    loader = loaders.AuthenticationTokenLoader.instance()
-    if not loader.has_token(ignore_auth_mode=True):
-        return ""
-    return str(loader.get_raw_token(ignore_auth_mode=True))
-
-
 def reread_authentication() -> None:
     """Let Ray read its token and whether to send one from the environment, as in a new process.
 

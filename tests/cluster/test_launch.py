@@ -21,7 +21,6 @@ from nanoray.launch.ray_compat import has_tokens
 from tests.harness import leaks
 from tests.harness.cluster import (
     ROOT,
-    TOKEN,
     Cluster,
     assert_same_losses,
     finish,
@@ -38,7 +37,7 @@ from tests.harness.cluster import (
     summary,
     trains,
 )
-from tests.harness.commands import run, wait_for
+from tests.harness.commands import wait_for
 from tests.harness.ports import closed_port
 from tests.harness.ranks import only_run
 
@@ -225,30 +224,6 @@ def test_no_cluster_at_the_address_says_so(recipe: Path, tmp_path: Path) -> None
     assert code == 3
     assert "cannot connect to Ray at 127.0.0.1:" in output
     assert "use --ray_address local" in output
-
-
-@pytest.mark.skipif(not has_tokens(), reason="this Ray has no tokens")
-def test_a_cluster_that_asks_for_a_token_says_so_in_one_line(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """Without a token, with another one, and with the right one that RAY_AUTH_MODE keeps back."""
-    cases = {
-        "this user has none; copy ~/.ray/auth_token from the cluster's head": {},
-        "that of this user is another one": {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": "another-token-another-token-another",
-        },
-        "RAY_AUTH_MODE = '' sends none; set RAY_AUTH_MODE=token": {"RAY_AUTH_TOKEN": TOKEN},
-    }
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    env["HOME"] = str(tmp_path)
-    flags = ("--config", str(recipe), "--out_dir", str(tmp_path), "--ray_address", cluster.address)
-    for problem, variables in cases.items():
-        done = run("nanoray.launch", *flags, env=env | variables)
-        assert done.returncode == 3
-        asks = f"error: the Ray cluster at {cluster.address} asks for a token, and {problem}"
-        assert done.stderr.startswith(asks), done.stderr
-        assert done.stderr.count("\n") == 1
 
 
 def test_dry_run_takes_nothing(recipe: Path, tmp_path: Path) -> None:

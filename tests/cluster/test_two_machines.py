@@ -327,7 +327,7 @@ def test_a_folder_that_one_host_has_travels_and_the_logs_come_back(tmp_path: Pat
 
         here, there = (only_run(hosts.data(name) / "runs") for name in ("alpha", "beta"))
         assert "send   /data/mine: 3 files, 0.4 KiB, to " in output, output
-        assert "(cpu) raised ValueError: a bad value" in output
+        assert "failed: ValueError: a bad value" in output
         copied = {p.relative_to(there / "code").as_posix() for p in (there / "code").rglob("*.*")}
         assert copied & PROJECT.keys() == {"conf/words.txt", "helpers/speak.py", "train.py"}
         (away,) = [path.name for path in (there / "logs").glob("*.log")]

@@ -650,7 +650,7 @@ class ScriptedRay:
                 "boot": exit_record.boot_id(),
                 "monotonic": self.time.now,
             } | (end or {"signal": "SIGKILL"})
-            self.spec.exit_record(actor.slot).write_text(json.dumps(record | {"oom": False}))
+            exit_record.write(self.spec.progress(actor.slot), record | {"oom": False})
         self.time.after(report_s, lambda: actor.fail_pending(error))
         self._peers_notice(actor, notice_s)
 

@@ -31,7 +31,7 @@ from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.report import Measurement, Report, markdown, number
 from nanoray.errors import ConfigError
-from nanoray.faults.cause import Failure, FailureCollector, FaultReport
+from nanoray.faults.cause import Failure, FailureCollector, FaultReport, consequences_of
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.host.slots import local_slots
 from nanoray.launch.connection import connected
@@ -333,7 +333,7 @@ def _hang(n: int, victim: int, folder: Path) -> tuple[float, int]:
 def _report(collector: FailureCollector, n: int, folder: Path, began: float) -> tuple[float, int]:
     cause = collector.cause
     others = [failure for failure in collector.failures if failure is not cause]
-    FaultReport.of(cause, others, 0, n).write(folder)
+    FaultReport(cause, consequences_of(others), 0, n).write(folder)
     return time.thread_time() - began, cause.rank
 
 

@@ -143,7 +143,7 @@ class StandIns(ActorPool):
 
     def new_actor(self, slot: int | None, rehearse: bool, **options: Any) -> Any:
         """Create a stand-in for one rank."""
-        record = str(self.spec.exit_record(slot or 0))
+        record = str(self.spec.progress(slot or 0))
         return ray.remote(Ranks).options(num_cpus=0, max_concurrency=10).remote(record)
 
 
@@ -203,7 +203,6 @@ class Stage:
             ProgressFile(spec.progress(slot)).set(7, "backward")
         ProgressFile(spec.progress(victim)).set(7, "forward")
         self._late = victim
-        spec.exit_record(victim).unlink(missing_ok=True)
         return Crowd(spec, self.place, self.actors, self.fact, victim)
 
     def watch(self, crowd: Crowd, meanwhile: Callable[[], None]) -> tuple[float, float, int]:

@@ -9,13 +9,14 @@ import pytest
 
 from nanoray.faults.__main__ import main, story
 from nanoray.faults.cause import (
+    BY_KERNEL,
     CAUSES,
     MAX_CONSEQUENCES,
     Failure,
     FailureCollector,
     FaultReport,
-    Recovery,
     consequences_of,
+    how_it_ended,
     read_reports,
     reason_to_give_up,
     without_progress,
@@ -24,8 +25,7 @@ from nanoray.faults.cause import (
 
 def test_a_base_that_is_not_known_yet_says_nothing_of_repeated_steps() -> None:
     """Until its group is built a rank's base is that of another group, or none."""
-    report = FaultReport.__new__(FaultReport)
-    recovery = Recovery(report, 0.0, 39)
+    recovery = FaultReport(failure(0), [], 0, 1, completed=39)
     assert not recovery.update(40, -1, False)
     assert recovery.base is None
     assert recovery.update(41, 39, False)
@@ -55,6 +55,53 @@ def test_the_cause_is_ranked_over_its_consequences(arrived: list[str], cause: in
     for rank, name in enumerate(arrived):
         collector.ended(rank, failure(rank, name), 0.0)
     assert collector.cause.rank == cause
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cause"),
+    [
+        # Each: what ended the rank, when, and the signal
+        (("exception", 5.0, None), ("killed", 4.9, "SIGKILL"), 1),
+        (("exception", 4.9, None), ("killed", 5.0, "SIGABRT"), 0),
+        (("exception", 5.0, None), ("killed", 4.9, "SIGABRT"), 1),
+        (("killed", 5.0, "SIGKILL"), ("killed", 4.9, "SIGSEGV"), 1),
+        (("exception", 4.8, None), ("exception", 4.9, None), 0),
+    ],
+)
+def test_of_equal_failures_the_earliest_is_the_cause(
+    first: tuple[str, float, str | None], second: tuple[str, float, str | None], cause: int
+) -> None:
+    """C++ aborts a rank whose peer has raised an error, so an abort is no more than an exception."""
+    collector = FailureCollector(range(2), False, 9.0, 1.0)
+    for rank, (name, at, signum) in enumerate((first, second)):
+        collector.ended(rank, failure(rank, name, at=at, exit_record={"signal": signum}), 9.0)
+    assert collector.cause.rank == cause
+    assert [other.rank for other in collector.others] == [1 - cause]
+
+
+@pytest.mark.parametrize(
+    ("record", "cause", "how"),
+    [
+        ({"signal": "SIGKILL", "oom": True}, "out_of_memory", BY_KERNEL),
+        ({"signal": "SIGKILL", "oom": False}, "killed", "killed by SIGKILL"),
+        ({"signal": "SIGSEGV"}, "killed", "killed by SIGSEGV, a segmentation fault"),
+        ({"exit_code": 3}, "killed", "exited with code 3"),
+        ({}, "killed", "killed, or crashed without a Python exception"),
+    ],
+)
+def test_the_end_of_a_process_in_words(record: dict[str, object], cause: str, how: str) -> None:
+    assert how_it_ended(record) == (cause, "died", how)
+
+
+def test_a_program_whose_steps_are_not_known_fails_three_times_alike() -> None:
+    alike = [failure(1, "exception", step=0, phase="", signature="KeyError: 'x'")] * 3
+    assert reason_to_give_up(alike[1], alike[:2], 9) is None
+    reason = "deterministic: it failed 3 times in the same way soon after the start"
+    assert reason_to_give_up(alike[2], alike, 9) == reason
+    # After a while without a failure it has no signature.
+    later = [failure(1, "exception", step=0, phase="")] * 4
+    assert reason_to_give_up(later[2], later[:3], 3) is None
+    assert reason_to_give_up(later[3], later, 3) == "max_failures = 3 is exceeded"
 
 
 def test_nothing_is_awaited_once_all_survivors_wait() -> None:
@@ -223,7 +270,7 @@ def test_a_report_is_a_line_and_a_story(tmp_path: Path, capsys: pytest.CaptureFi
         facts={"pid": 42, "node": "n1", "ip": "10.0.0.1", "devices": []},
         exit_record={"signal": "SIGKILL"},
     )
-    report = FaultReport.of(cause, [failure(0, "peer_lost")], attempt=0, world_size=2)
+    report = FaultReport(cause, consequences_of([failure(0, "peer_lost")]), attempt=0, world_size=2)
     report.recovery, report.detect_s, report.recover_s, report.steps_repeated = (
         "in_place",
         0.02,
@@ -262,7 +309,7 @@ def test_every_cause_has_its_rank() -> None:
 
 def test_thousands_of_consequences_are_counted() -> None:
     others = [failure(rank, "peer_lost") for rank in range(1, 4000)]
-    lines = FaultReport.of(failure(0), others, attempt=0, world_size=4000).consequences
+    lines = consequences_of(others)
     assert lines == [
         *(f"rank {rank} peer_lost" for rank in range(1, MAX_CONSEQUENCES + 1)),
         "and 3,991 more ranks",

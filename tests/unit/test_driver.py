@@ -8,7 +8,6 @@ faults is tried.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from nanoray.errors import ConfigError, PlacementError
+from nanoray.faults import exit_record
 from nanoray.faults.cause import MAX_CONSEQUENCES
 from nanoray.launch.recovery.cluster_watch import LEAVE_S
 from nanoray.launch.recovery.recover import SAVE_S
@@ -676,7 +676,7 @@ def test_a_newcomer_that_always_dies(
     run.ray.at(10.3, run.ray.die, 1, notice_s)
     # The newcomers leave records, as processes do that the kernel ends.
     record = {"pid": 1, "signal": "SIGKILL", "oom": True}
-    run.ray.at(10.35, lambda: run.spec.exit_record(1).write_text(json.dumps(record)))
+    run.ray.at(10.35, lambda: exit_record.write(run.spec.progress(1), record))
     outcome = run()
     output = capsys.readouterr().out
     assert "no new actor within" not in output, "the time for one was not over"
@@ -1371,7 +1371,7 @@ def test_a_rank_0_that_the_kernel_ends_in_its_imports_is_named(tmp_path: Path) -
     def die(actor: Actor, ref: Ref, *_: Any) -> None:
         run.ray.on_open_store = opens  # type: ignore[method-assign]
         record = {"pid": actor.pid, "signal": "SIGKILL", "oom": True}
-        run.spec.exit_record(0).write_text(json.dumps(record))
+        exit_record.write(run.spec.progress(0), record)
         error = ActorDiedError()
         error.actor_id = actor.facts["actor"]
         actor.fail_pending(error)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.faults import exit_record
+from nanoray.faults.progress import ProgressFile
 from tests.harness.commands import no_watchers_left, watchers_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="exit records need Linux")
@@ -44,7 +45,7 @@ held = bytearray(os.urandom(1 << 20) * 64)  # a rank has memory that the kernel 
 def test_the_end_of_a_process_is_recorded(
     tmp_path: Path, how: str, says: dict[str, object]
 ) -> None:
-    record = tmp_path / "rank0.exit.json"
+    record = tmp_path / "rank0.progress"
     began = time.monotonic()
     died = subprocess.run(
         [sys.executable, "-c", DYING.format(how=how), str(record)], check=False, timeout=200
@@ -53,7 +54,7 @@ def test_the_end_of_a_process_is_recorded(
     assert died.returncode == (
         says.get("exit_code") if "exit_code" in says else -signal.Signals[str(says["signal"])]
     )
-    while not record.exists() and time.monotonic() < ended + 60:
+    while not exit_record.read(record) and time.monotonic() < ended + 60:
         time.sleep(0.01)
     seen = time.monotonic()  # on a busy machine its watcher notices the end after us
     found = exit_record.read(record)
@@ -61,7 +62,7 @@ def test_the_end_of_a_process_is_recorded(
     assert began < float(found["monotonic"] or 0) < seen
     assert found["boot"] == exit_record.boot_id()
     assert found["oom"] is False
-    assert [path.name for path in tmp_path.iterdir()] == ["rank0.exit.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.progress"]
     assert no_watchers_left(record), "it ends after the process that it watches"
 
 
@@ -69,7 +70,7 @@ def test_a_parent_that_is_quicker_than_the_watcher(tmp_path: Path) -> None:
     """On a busy machine the parent may reap the process before its watcher runs; a pidfd still has
     the status.
     """
-    record = tmp_path / "rank0.exit.json"
+    record = tmp_path / "rank0.progress"
     script = DYING.format(how="print('ready', flush=True); time.sleep(60)")
     with subprocess.Popen(
         [sys.executable, "-c", script, str(record)], stdout=subprocess.PIPE
@@ -131,7 +132,22 @@ def test_an_old_oom_kill_is_not_this_death(
     assert not exit_record._was_oom({"signal": "SIGTERM"}, before)
 
 
+def test_position_and_end_stand_in_one_file(tmp_path: Path) -> None:
+    """Whichever is written last leaves the other as it is."""
+    path = tmp_path / "rank0.progress"
+    position = ProgressFile(path)
+    position.set(7, "backward")
+    exit_record.write(path, {"pid": 1, "signal": "SIGKILL"})
+    position.set(8, "data")
+    assert (ProgressFile.read_all(path) or ())[:2] == (8, "data")
+    assert exit_record.read(path) == {"pid": 1, "signal": "SIGKILL"}
+    exit_record.write(path, {"pid": 2})
+    assert exit_record.read(path) == {"pid": 2}, "a shorter one"
+    ProgressFile(path)
+    assert exit_record.read(path) == {}, "another process has begun"
+
+
 def test_a_missing_or_torn_record_is_empty(tmp_path: Path) -> None:
     assert exit_record.read(tmp_path / "none") == {}
-    (tmp_path / "torn").write_text('{"pid": 1')
+    (tmp_path / "torn").write_text(" " * exit_record.POSITION_BYTES + '{"pid": 1')
     assert exit_record.read(tmp_path / "torn") == {}

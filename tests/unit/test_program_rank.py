@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanoray.launch.program.driver import ProgramDriver, RankFailure, RankProgram
+from nanoray.faults.cause import Failure
+from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.rank import MOST_BYTES, TAIL_BYTES, ProgramRank
 from tests.harness.cluster import alive
 from tests.harness.commands import wait_for
@@ -82,11 +83,12 @@ def test_an_error_that_a_program_has_caught_is_not_why_it_ended(tmp_path: Path) 
     nothing: Any = None
     driver = ProgramDriver(RankProgram("script", ["x.py"], tmp_path), nothing, nothing)
     driver._texts = [b"Traceback (most recent call last):\n  File ...\nImportError: no flash\n"]
+    driver.facts = [{"pid": 7, "ip": "10.0.0.1", "devices": []}]
     answer = {"code": 3, "at": 0.0, "oom": False}
     failure = driver._failure_of(0, answer)
-    assert (failure.how, failure.curable) == ("ended with exit code 3", True)
+    assert (failure.signature, failure.retry) == ("exited with code 3", True)
     failure = driver._failure_of(0, answer | {"code": 1})
-    assert (failure.how, failure.curable) == ("raised ImportError: no flash", False)
+    assert (failure.signature, failure.retry) == ("ImportError: no flash", False)
 
 
 def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path) -> None:
@@ -98,5 +100,5 @@ def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path)
     report = {"message": {"extraInfo": {"py_callstack": earlier}}}
     driver._error_file(0).write_text(json.dumps(report))
     assert driver._error_of(0, 1) == ("ValueError", "earlier")
-    driver.failures.append(RankFailure(0, "raised ValueError: earlier", 1, 0.0))
+    driver.failures.append(Failure(0, "exception", "failed: ValueError: earlier"))
     assert driver._error_of(0, 1) == ("KeyError", "'later'")

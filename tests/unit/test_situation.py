@@ -14,17 +14,16 @@ from nanoray.launch.recovery.situation import (
     AwaitReplacements,
     EndUntrained,
     Finish,
+    FormGroup,
     GiveUp,
     GroupStage,
-    Grow,
     NameCause,
     Restart,
-    Save,
     Situation,
     StartRanks,
     Step,
-    TrainOn,
     WatchRanks,
+    Why,
     exit_code_after_giving_up,
     next_step,
 )
@@ -70,47 +69,54 @@ TABLE: list[tuple[str, dict[str, Any], Step]] = [
     ("all saved, and the run must end", STOPPED | ENDS, GiveUp(ENDS["saving_reason"])),
     ("the same with a stop", STOPPED | ENDS | STOP, GiveUp(ENDS["saving_reason"])),
     # The watch is over without an outcome.
-    ("all left drained nodes", WATCHED | {"all_waiting": True, "pausing": True}, Grow()),
-    ("new actors are ready", WATCHED | {"all_waiting": True, "can_grow": True}, Grow()),
+    (
+        "all left drained nodes, or new actors are ready",
+        WATCHED | {"all_waiting": True, "regroup": Why.ORDERED},
+        FormGroup(Why.ORDERED),
+    ),
     (
         "a rank ran out of memory, and all left",
-        WATCHED | {"all_waiting": True, "short_of_memory": True},
-        Grow(),
+        WATCHED | {"all_waiting": True, "regroup": Why.MEMORY},
+        FormGroup(Why.MEMORY),
     ),
     (
         "a rank ran out of memory, and another one failed",
-        WATCHED | {"all_waiting": True, "short_of_memory": True, "rank_failed": True},
+        WATCHED | {"all_waiting": True, "regroup": Why.MEMORY, "rank_failed": True},
         NameCause(False),
     ),
     ("all left a group that broke", WATCHED | {"all_waiting": True}, NameCause(True)),
     ("some did not", WATCHED | {"some_silent": True}, NameCause(False)),
     (
         "a rank failed while all left their group",
-        WATCHED | {"all_waiting": True, "pausing": True, "rank_failed": True},
+        WATCHED | {"all_waiting": True, "regroup": Why.ORDERED, "rank_failed": True},
         NameCause(False),
     ),
     ("a rank failed", WATCHED | {"rank_failed": True, "some_silent": True}, NameCause(False)),
     # The cause is known, and ranks hold the run's state.
     ("the lost ranks are replaced", FAULT, AwaitReplacements()),
-    ("all are replaced", AWAITED | {"trainable": 3}, TrainOn()),
-    ("not all are", AWAITED | {"trainable": 2}, Save(no_replacement=True)),
-    ("but fewer may train", AWAITED | {"trainable": 2, "may_shrink": True}, TrainOn()),
+    ("all are replaced", AWAITED | {"trainable": 3}, FormGroup(Why.LOST)),
+    ("not all are", AWAITED | {"trainable": 2}, FormGroup(Why.SAVING, no_replacement=True)),
+    ("but fewer may train", AWAITED | {"trainable": 2, "may_shrink": True}, FormGroup(Why.LOST)),
     (
         "though not without any whole replica",
         AWAITED | {"trainable": 0, "may_shrink": True},
-        Save(no_replacement=True),
+        FormGroup(Why.SAVING, no_replacement=True),
     ),
     (
         "a replacement could not work",
         AWAITED | {"trainable": 2, "unfit": True},
-        Save(UNFIT, no_replacement=True),
+        FormGroup(Why.SAVING, UNFIT, no_replacement=True),
     ),
-    ("training must not go on", FAULT | WHY, Save(WHY["reason"])),
-    ("nor after a later fault", AWAITED | LATER, Save(LATER["later_reason"])),
-    ("a stop is requested", FAULT | STOP, Save()),
-    ("a stop is requested after the wait", AWAITED | STOP | {"trainable": 3}, Save()),
-    ("a rank is lost while all save", FAULT | SAVING, Save()),
-    ("the same before the run ends", FAULT | ENDS, Save()),
+    ("training must not go on", FAULT | WHY, FormGroup(Why.SAVING, WHY["reason"])),
+    ("nor after a later fault", AWAITED | LATER, FormGroup(Why.SAVING, LATER["later_reason"])),
+    ("a stop is requested", FAULT | STOP, FormGroup(Why.SAVING)),
+    (
+        "a stop is requested after the wait",
+        AWAITED | STOP | {"trainable": 3},
+        FormGroup(Why.SAVING),
+    ),
+    ("a rank is lost while all save", FAULT | SAVING, FormGroup(Why.SAVING)),
+    ("the same before the run ends", FAULT | ENDS, FormGroup(Why.SAVING)),
     # No other group can be formed.
     ("ranks keep nothing", FAULT | {"all_waiting": False}, Restart()),
     ("all are lost", FAULT | {"survivors": 0}, Restart()),
@@ -161,8 +167,7 @@ SITUATIONS = st.builds(
     rank_failed=st.booleans(),
     all_waiting=st.booleans(),
     some_silent=st.booleans(),
-    pausing=st.booleans(),
-    can_grow=st.booleans(),
+    regroup=st.sampled_from([None, Why.ORDERED, Why.MEMORY]),
     reason=REASONS,
     later_reason=REASONS,
     lost_share=REASONS,
@@ -207,7 +212,8 @@ def test_what_holds_in_every_situation(situation: Situation) -> None:
 
     # A run that must stop trains no further step.
     if situation.stop_requested or situation.saving:
-        assert not isinstance(step, TrainOn | AwaitReplacements)
+        assert not isinstance(step, AwaitReplacements)
+        assert step != FormGroup(Why.LOST)
     if situation.stop_requested:
         assert not isinstance(step, StartRanks | Restart)
 

@@ -201,14 +201,14 @@ def test_what_a_script_ends_itself_with_is_not_tried_again(
 
 def test_the_position_of_an_earlier_process_in_the_slot_is_forgotten(spec: RunSpec) -> None:
     ProgressFile(spec.progress(1)).set(99, "eval")
-    spec.exit_record(1).write_text('{"pid": 1}')
+    exit_record.write(spec.progress(1), {"pid": 1})
 
     def train(*_: Any) -> dict[str, Any]:
         raise ValueError("before the first step")
 
     found = worker(train).run(spec.to_dict(), R)
     assert (found["step"], found["phase"]) == (0, "init")
-    assert not spec.exit_record(1).exists()
+    assert exit_record.read(spec.progress(1)) == {}
 
 
 def test_without_the_runs_folder_a_rank_is_refused_before_its_script_runs(spec: RunSpec) -> None:
@@ -495,10 +495,10 @@ worker.Worker("a-run", 0, record=Path(sys.argv[1]), api=api)._importing.join()
 
 def test_a_rank_that_is_killed_in_its_imports_leaves_a_record(spec: RunSpec) -> None:
     """The kernel may end it there for want of memory, and the record says so."""
-    command = [sys.executable, "-c", KILLED_IN_IMPORTS, str(spec.exit_record(0))]
+    command = [sys.executable, "-c", KILLED_IN_IMPORTS, str(spec.progress(0))]
     assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
-    assert no_watchers_left(spec.exit_record(0))
-    assert exit_record.read(spec.exit_record(0))["signal"] == "SIGKILL"
+    assert no_watchers_left(spec.progress(0))
+    assert exit_record.read(spec.progress(0))["signal"] == "SIGKILL"
 
 
 def test_a_rank_that_trains_does_not_wait_for_a_silent_driver(spec: RunSpec) -> None:

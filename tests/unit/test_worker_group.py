@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from nanoray.faults.progress import ProgressFile
 from nanoray.launch.recovery.actors import SPARES_LOOK_S, ActorPool
 from nanoray.launch.recovery.fault_log import LOG_LINES
 from nanoray.launch.recovery.rank_end import EXIT_RECORD_S, end_hung, read_result
+from nanoray.launch.recovery.situation import Why
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import BackendChoice
 from tests.harness.scripted_ray import HEAD_NODE, Actor, Ref, Run, node_id
@@ -85,15 +85,22 @@ def test_actors_that_die_while_starting_are_an_error(tmp_path: Path) -> None:
         run.group.create()
 
 
+def regroup(run: Run, attempt: int, slots: list[int]) -> None:
+    """Form a group of these slots as the given attempt."""
+    group = run.group
+    spec = replace(run.spec, attempt=attempt)
+    group.regroup(spec, group.of(Why.LOST, slots), group.open_store(slots))
+
+
 def test_ranks_follow_the_slots_that_are_taken(tmp_path: Path) -> None:
     """Slot 0 is lost and the group is smaller: slots 1 and 2 are ranks 0 and 1, and one of them
     serves the store.
     """
     run, group = started(tmp_path)
     group.runs.pop(0)
-    group.regroup(replace(run.spec, attempt=1), [1, 2], group.open_store([1, 2]))
+    regroup(run, 1, [1, 2])
     assert run.ray.orders[-2:] == ["go_on 1 as 0/2 attempt 1", "go_on 2 as 1/2 attempt 1"]
-    group.regroup(replace(run.spec, attempt=2), [0, 1, 2], group.open_store([0, 1, 2]))
+    regroup(run, 2, [0, 1, 2])
     assert run.ray.orders[-3:] == [
         *("run 0 as 0/3 attempt 2", "go_on 1 as 1/3 attempt 2", "go_on 2 as 2/3 attempt 2")
     ], "an actor without the run's state begins, the others go on"
@@ -203,7 +210,7 @@ def test_a_slots_part_follows_from_the_group_and_not_from_its_number(
     group.runs.pop(0)
     slots = group.divisible([1, 2, 3, 4, 5])
     assert slots == [1, 2, 3, 4]
-    group.regroup(replace(run.spec, attempt=1), slots, group.open_store(slots))
+    regroup(run, 1, slots)
     assert run.ray.orders[-6:-2] == [f"go_on {slot} as {slot - 1}/4 attempt 1" for slot in slots]
     assert run.ray.orders[-2:] == ["kill 5", "start 5"], "it holds nothing that the others do not"
     assert sorted(group.runs) == slots
@@ -213,7 +220,7 @@ def test_a_slots_part_follows_from_the_group_and_not_from_its_number(
     ] in group.lost_share([2, 4])
     group.runs = dict.fromkeys([1, 2])
     assert group.divisible([1, 2]) == [1, 2]
-    group.regroup(replace(run.spec, attempt=2), [1, 2], group.open_store([1, 2]))
+    regroup(run, 2, [1, 2])
     assert group.lost_share([2]).endswith(
         {"ddp": "held them: rank 2", "zero1": "its mirror: that of rank 2"}[mode]
     )
@@ -401,7 +408,7 @@ def test_many_ranks_answer_less_often(
     ("record", "cause", "how"),
     [
         ({"signal": "SIGKILL", "oom": False}, "killed", "killed by SIGKILL"),
-        ({"signal": "SIGSEGV", "oom": False}, "killed", "killed by SIGSEGV"),
+        ({"signal": "SIGBUS", "oom": False}, "killed", "killed by SIGBUS"),
         (
             {"signal": "SIGKILL", "oom": True},
             "out_of_memory",
@@ -431,7 +438,7 @@ def test_how_a_process_died(
             "boot": exit_record.boot_id(),
             "monotonic": 1.0,
         } | record
-        run.spec.exit_record(1).write_text(json.dumps(record))
+        exit_record.write(run.spec.progress(1), record)
     group.event_at = run.ray.time.now
     result, failure = read_result(group, dead(ActorDiedError()), 1)
     assert result is None

@@ -37,7 +37,7 @@ RETRY_AT_END_S = 1.0
 _OTHER_FOLDERS = ("checkpoints", "wandb", "mlruns")
 # Of this machine and this moment
 _LOCAL = ("lock", "attempt")
-_LOCAL_ENDS = (".progress", ".exit.json", ".tmp")
+_LOCAL_ENDS = (".progress", ".tmp")
 
 
 def is_record(name: str) -> bool:

@@ -26,7 +26,17 @@ from nanoray.base.atomic import read_json
 from nanoray.base.output import say
 from nanoray.base.text import clock
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.faults.plan import append_event
+from nanoray.faults import exit_record
+from nanoray.faults.cause import (
+    Failure,
+    FailureCollector,
+    FaultReport,
+    announce,
+    how_it_ended,
+    reason_to_give_up,
+    reports_lost_peer,
+    title_of,
+)
 from nanoray.host.interfaces import LOOPBACK
 from nanoray.host.launchers import torchrun_variables
 from nanoray.launch.caller import in_copy_of_job
@@ -38,9 +48,10 @@ from nanoray.launch.signals import Stop
 
 POLL_S = 0.1
 MOMENT_S = 0.2  # of CPU: more than a rank uses that only waits
-# What ends so soon after the start, in the same way, three times is not tried a fourth time.
+# From the first failure until all are known that happened at the same moment
+SETTLE_S = 2 * POLL_S
+# A failure so soon after the start says something of the program, if it comes again.
 AT_ONCE_S = 30.0
-SAME_AT_ONCE = 3
 # Errors of Python that come again at each start
 INCURABLE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
 USAGE = 2  # the exit code of a command line that argparse, absl or a shell refuses
@@ -93,16 +104,6 @@ class Movement(NamedTuple):
         return self.cpu - before.cpu > MOMENT_S and not (self.waits and before.waits)
 
 
-class RankFailure(NamedTuple):
-    """How a rank has failed."""
-
-    rank: int
-    how: str
-    code: int  # of the driver, if it gives up
-    at: float  # Unix seconds
-    curable: bool = True
-
-
 class StopRequestedNow(Exception):
     """A stop was requested while ranks were running, which have ended since."""
 
@@ -116,7 +117,7 @@ class ProgramDriver:
         self.stop = stop
         self.actors: list[Any] = []
         self.facts: list[dict[str, Any]] = []
-        self.failures: list[RankFailure] = []
+        self.failures: list[Failure] = []
         self.observer = RunObserver(program.folder, bool(program.trace_every))
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
@@ -128,32 +129,38 @@ class ProgramDriver:
         try:
             while True:
                 begun = time.time()
-                failure = self._attempt()
-                if failure is None:
+                failures = self._attempt()
+                if not failures:
                     return 0
-                self.failures.append(failure)
-                reason = self.reason_to_give_up(begun)
-                self._report(failure, reason)
+                cause = failures[0]
+                if time.time() - begun > AT_ONCE_S:
+                    cause.signature = ""  # what went well for a while may do so again
+                self.failures.append(cause)
+                reason = reason_to_give_up(cause, self.failures, self.program.max_failures)
+                self._report(failures, reason)
                 if reason:
-                    return failure.code
+                    return cause.exit_code
         except StopRequestedNow:
             return self.stop.exit_code
         finally:
             self._close()
             self.observer.close()
 
-    def _attempt(self) -> RankFailure | None:
-        """Start all ranks and watch them; return the first failure. Raises StopRequestedNow."""
+    def _attempt(self) -> list[Failure]:
+        """Start all ranks and watch them; return the failures, the cause first.
+
+        Raises StopRequestedNow.
+        """
         try:
             self._create()
             self._start()
-            failure = self._watch()
+            failures = self._watch()
             self._show_rest()
-            return failure
+            return failures
         except RayError as error:
             failure = self._lost(error)
             self._close()
-            return failure
+            return [failure]
         finally:
             with suppress(RayError):
                 self.observer.collect(now=True)
@@ -280,7 +287,9 @@ class ProgramDriver:
             variables |= self.program.variables
             self._texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
-        ray.get(starts, timeout=START_TIMEOUT_S)
+        pids = ray.get(starts, timeout=START_TIMEOUT_S)
+        for facts, pid in zip(self.facts, pids, strict=True):
+            facts["pid"] = pid
         nodes = [facts["node"] for facts in self.facts]
         self.observer.begin(self.actors, nodes, len(self.failures))
 
@@ -322,29 +331,29 @@ class ProgramDriver:
 
     # Watch.
 
-    def _watch(self) -> RankFailure | None:
-        """Watch all ranks until all have ended, or one has failed; return that one."""
+    def _watch(self) -> list[Failure]:
+        """Watch all ranks until all have ended, or some failed; return how, the cause first."""
         moved_at = time.monotonic()
         before: list[Movement] = []
-        looks = 0  # since a failure was seen
+        collector = FailureCollector(range(len(self.actors)), False, SETTLE_S, SETTLE_S)
         while True:
             answers = self._poll()
             self.observer.collect()
-            failed = [rank for rank, answer in enumerate(answers) if answer["code"]]
             unread = [answer for answer in answers if answer["code"] is None and answer["at"]]
-            # Another rank may have failed before, and answered before that, or has output to be read.
-            looks += bool(failed)
-            if looks > 1 and not unread:
-                # What the others say now, of connections that were reset, is in their logs.
-                first = min(failed, key=lambda rank: answers[rank]["at"])
-                self._show(first, answers[first]["output"])
-                failure = self._failure_of(first, answers[first])
-                self._end()
-                return failure
+            for rank in collector.silent:
+                answer = answers[rank]
+                if answer["code"] is not None:
+                    failure = self._failure_of(rank, answer) if answer["code"] else None
+                    collector.ended(rank, failure, time.monotonic())
+            # What the others say after a failure, of connections that were reset, is in their logs.
             for rank, answer in enumerate(answers):
-                self._show(rank, answer["output"])
-            if all(answer["code"] == 0 for answer in answers):
-                return None
+                if not collector.failures or rank == collector.cause.rank:
+                    self._show(rank, answer["output"])
+            if collector.complete(time.monotonic()):
+                if not collector.failures:
+                    return []
+                self._end()
+                return [collector.cause, *collector.others]
             if self.stop.requested:
                 self._end()
                 raise StopRequestedNow
@@ -356,8 +365,8 @@ class ProgramDriver:
             if not before or any(map(Movement.is_after, now, before)):
                 before, moved_at = now, time.monotonic()
             elif self.program.hang_timeout_s and idle_s > self.program.hang_timeout_s:
-                return self._hung(idle_s)
-            if not unread and not failed:
+                return [self._hung(idle_s)]
+            if not unread:
                 time.sleep(POLL_S)
 
     def _poll(self) -> list[dict[str, Any]]:
@@ -398,23 +407,38 @@ class ProgramDriver:
 
     # Failures.
 
-    def _failure_of(self, rank: int, answer: dict[str, Any]) -> RankFailure:
+    def _failure_of(self, rank: int, answer: dict[str, Any]) -> Failure:
         """Describe how a rank's program has ended."""
         code: int = answer["code"]
-        if code < 0:
-            name = signal.Signals(-code).name
-            how = f"was ended by {name}"
-            if answer["oom"]:
-                how = "was killed by the kernel: its cgroup was out of memory"
-            elif -code == signal.SIGSEGV:
-                how = "was ended by SIGSEGV, a segmentation fault"
-            return RankFailure(rank, how, 128 - code, answer["at"])
-        kind, message = self._error_of(rank, code)
-        how = f"ended with exit code {code}"
+        record = exit_record.record_of(code) | {"oom": answer["oom"]}
+        cause, verb, how = how_it_ended(record)
+        exit_code = 128 - code if code < 0 else code
+        curable = code != USAGE
+        kind, message = self._error_of(rank, code) if code > 0 else ("", "")
         if kind:
-            how = f"raised {kind}: {message}" if message else f"raised {kind}"
-        curable = kind not in INCURABLE and not (code == USAGE and not kind)
-        return RankFailure(rank, how, code, answer["at"], curable)
+            cause, verb = "exception", "failed"
+            how = f"{kind}: {message}" if message else kind
+            curable = kind not in INCURABLE
+            if reports_lost_peer({kind.rpartition(".")[2]}, message):
+                cause = "peer_lost"
+        return Failure(
+            rank,
+            cause,
+            title_of(rank, self.facts[rank], verb, how),
+            phase="",
+            detail=self._tail(rank),
+            retry=curable,
+            exit_code=exit_code,
+            signature=how,
+            facts=self.facts[rank],
+            exit_record=record,
+            at=answer["at"],
+        )
+
+    def _tail(self, rank: int) -> str:
+        """Return the last lines of a rank's output."""
+        text = self._texts[rank].decode(errors="replace")
+        return "\n".join(text.splitlines()[-LINES_SHOWN:])
 
     def _error_of(self, rank: int, code: int) -> tuple[str, str]:
         """Return class and message of the error that has ended a rank's program; "" if unknown."""
@@ -431,20 +455,21 @@ class ProgramDriver:
         kind, message = errors[-1]
         return kind.decode(), message.decode(errors="replace")[:300]
 
-    def _lost(self, error: RayError) -> RankFailure:
+    def _lost(self, error: RayError) -> Failure:
         """Describe how a rank's actor has ended, which takes its program along."""
         actor = getattr(error, "actor_id", None)
         ranks = [rank for rank, own in enumerate(self.actors) if own._actor_id.hex() == actor]
         rank = ranks[0] if len(self.facts) == len(self.actors) and ranks else -1
-        if isinstance(error, OutOfMemoryError):
-            how = "was ended by Ray's memory monitor: its node was almost out of memory"
-        else:
+        cause, how = "out_of_memory", "ended by Ray's memory monitor: its node was almost full"
+        if not isinstance(error, OutOfMemoryError):
             lines = [line.strip() for line in str(error).splitlines()]
             why = next((line for line in lines if line.startswith("The actor")), lines[0])
-            how = f"was lost with its node, or with Ray's process on it: {why[:300]}"
-        return RankFailure(rank, how, 1, time.time())
+            cause, how = "node_lost", f"its node, or Ray's process on it, was lost: {why[:300]}"
+        facts = self.facts[rank] if rank >= 0 else {}
+        title = title_of(rank, facts, "died", how) if "pid" in facts else f"a rank died: {how}"
+        return Failure(rank, cause, title, phase="", facts=facts, at=time.time())
 
-    def _hung(self, idle_s: float) -> RankFailure:
+    def _hung(self, idle_s: float) -> Failure:
         """Collect the stacks of all ranks, end them, and say who is behind, and where each was."""
         rank, why = explain_wait(ray.get([actor.counts.remote() for actor in self.actors]))
         for actor in self.actors:
@@ -458,44 +483,27 @@ class ProgramDriver:
                 places.append(f"rank {of} in {name} ({Path(file).name}:{line})")
         self._end()
         where = "; ".join([why, *places] if why else places) or "the stacks are in their logs"
-        how = f"did not move, as no other rank did, for {idle_s:.0f} s: {where}"
-        return RankFailure(rank, how, 1, time.time())
+        title = f"no rank made progress for {idle_s:.0f} s, and all were ended: {where}"
+        # Of ranks whose collectives were not noted it is not known for whom the others waited.
+        rank = rank if why else -1
+        facts = self.facts[rank] if why else {}
+        return Failure(rank, "hung", title, phase="", signature=where, facts=facts, at=time.time())
 
-    def reason_to_give_up(self, begun: float) -> str:
-        """Return why the newest failure is not followed by another try; "" if it is."""
-        failure = self.failures[-1]
-        if not failure.curable:
-            return "a restart would fail in the same way"
-        if len(self.failures) > self.program.max_failures:
-            return f"max_failures = {self.program.max_failures}"
-        last = self.failures[-SAME_AT_ONCE:]
-        is_same = len(last) == SAME_AT_ONCE and len({f.how for f in last}) == 1
-        if is_same and failure.at - begun < AT_ONCE_S:
-            return f"the same failure at once, {SAME_AT_ONCE} times"
-        return ""
-
-    def _report(self, failure: RankFailure, reason: str) -> None:
-        """Print a failure and what follows, and write it into faults.jsonl."""
-        name = "a rank"
-        if failure.rank >= 0:
-            facts = self.facts[failure.rank]
-            device = ",".join(facts["devices"]) or "cpu"
-            name = f"rank {failure.rank} on {facts['ip']} ({device})"
-            tail = self._texts[failure.rank].decode(errors="replace").splitlines()[-LINES_SHOWN:]
-            if failure.rank != 0 and self.program.tee != "all":
-                say("\n".join(["", *(f"    {line}" for line in tail)]))
-        say(f"\nfailure  {name} {failure.how}")
-        values = {"rank": failure.rank, "how": failure.how, "exit_code": failure.code}
-        values |= {"step": self.observer.step, "again": not reason}
-        with suppress(OSError):
-            append_event(self.program.folder / "faults.jsonl", "failure", values)
+    def _report(self, failures: list[Failure], reason: str | None) -> None:
+        """Print a fault and what follows, and write it into faults.jsonl."""
+        cause, *others = failures
+        # What rank 0 prints is on the console already.
+        is_shown = cause.rank == 0 or self.program.tee == "all"
+        consequences = announce(cause, others, "" if is_shown else cause.detail)
+        cause.step = self.observer.step  # as far as --trace knows it
+        fault = FaultReport(cause, consequences, len(self.failures) - 1, self.place.workers)
+        fault.recovery = "none" if reason else "restart"
+        fault.write(self.program.folder)
         if reason:
             say(f"stop     {reason}; logs: {self.program.folder / 'logs'}")
-        else:
-            left = f"{len(self.failures)} of {self.program.max_failures}"
-            say(
-                f"restart  {left}: all ranks, {clock(time.time() - failure.at)} after the failure\n"
-            )
+            return
+        tries = f"{len(self.failures)} of {self.program.max_failures}"
+        say(f"restart  {tries}: all ranks, {clock(time.time() - cause.at)} after the failure\n")
 
     # End.
 

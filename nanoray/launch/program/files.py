@@ -41,9 +41,7 @@ def write_outcome(driver: ProgramDriver, device: str, code: int, total_s: float)
     if driver.stop.requested:
         reason = "stopped"
     elif code:
-        failure = driver.failures[-1]
-        who = f"rank {failure.rank} " if failure.rank >= 0 else ""
-        reason = f"failed: {who}{failure.how}"
+        reason = f"failed: {driver.failures[-1].title}"
     values = {
         "exit_reason": reason,
         "exit_code": code,

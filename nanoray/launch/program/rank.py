@@ -101,8 +101,11 @@ class ProgramRank:
         """Return a port of this node that nothing listens on."""
         return free_port("")
 
-    def start(self, order: dict[str, Any], variables: dict[str, str]) -> None:
-        """Start the program. `order`: see standby.py; `variables`: besides this process' own."""
+    def start(self, order: dict[str, Any], variables: dict[str, str]) -> int:
+        """Start the program and return its pid.
+
+        order: see standby.py. variables: besides this process' own.
+        """
         self.end_group()  # what the program before has left
         process = self._standby or self._new_standby(MODULES)
         self._standby = None
@@ -118,6 +121,7 @@ class ProgramRank:
         self._begun = time.monotonic()
         self._looked = 0.0  # at the process before
         threading.Thread(target=self._wait_for, args=(process,), daemon=True).start()
+        return process.pid
 
     def poll(self, offset: int, shown: bool = True) -> dict[str, Any]:
         """Return the output from `offset` on, how the program ended, and the CPU seconds it has used.

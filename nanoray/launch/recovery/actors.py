@@ -242,7 +242,7 @@ class ActorPool:
         runtime_env = {"env_vars": given} if given else None
         remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
         rehearsal = self.spec.to_dict() if rehearse else None
-        record = None if slot is None else self.spec.exit_record(slot)
+        record = None if slot is None else self.spec.progress(slot)
         return remote.options(
             name=self._next_name(slot),
             namespace=self._namespace,

@@ -37,17 +37,16 @@ from nanoray.launch.recovery.situation import (
     AwaitReplacements,
     EndUntrained,
     Finish,
+    FormGroup,
     GiveUp,
     GroupStage,
-    Grow,
     NameCause,
     Restart,
-    Save,
     Situation,
     StartRanks,
     Step,
-    TrainOn,
     WatchRanks,
+    Why,
     exit_code_after_giving_up,
     next_step,
 )
@@ -108,7 +107,7 @@ class Driver:
                     stage = self._take(step)  # which may begin a new RunState
                     self.at.stage = stage
         finally:
-            if self.faults.recovery:
+            if self.faults.present:
                 self.faults.close("none")
             if self.at.group:
                 self.at.group.end()
@@ -148,10 +147,8 @@ class Driver:
             rank_failed=rank_failed,
             all_waiting=all_waiting,
             some_silent=bool(collector.silent),
-            pausing=group.pausing,
             # This reads progress files, so it is evaluated only where it matters.
-            can_grow=all_waiting and not rank_failed and group.can_grow,
-            short_of_memory=all_waiting and not rank_failed and group.is_short_of_memory,
+            regroup=group.why_left() if all_waiting and not rank_failed else None,
         )
 
     def _after_fault(self, situation: Situation) -> Situation:
@@ -190,19 +187,13 @@ class Driver:
                 return self._start()
             case WatchRanks():
                 return self._watch()
-            case Grow():
-                self.recoverer.grow(self.at)
-                return GroupStage.RUNNING
             case NameCause(group_broke):
                 assert self.at.collector
                 self.recoverer.name_cause(self.at, self.at.collector, group_broke)
             case AwaitReplacements():
                 self.recoverer.await_replacements(self.at)
-            case TrainOn():
-                if self.recoverer.form_group(self.at, saves=False):
-                    return GroupStage.RUNNING
-            case Save(reason, no_replacement):
-                if self._save(reason, no_replacement):
+            case FormGroup():
+                if self._form_group(step):
                     return GroupStage.RUNNING
             case Restart(note):
                 return self._restart(note)
@@ -283,14 +274,17 @@ class Driver:
 
     # Recover.
 
-    def _save(self, reason: str | None, no_replacement: bool) -> bool:
-        """Let the ranks that are left save what they hold; return whether their group formed."""
-        # Of new actors that died, the line on the last of them says so.
-        if no_replacement and self.at.ranks.pool.starting:
-            timeout_s = self.at.spec.config.replace_timeout
-            say(f"replace  {self.faults.budget} no new actor within {timeout_s:g} s")
-        self.recoverer.begin_saving(self.at, reason)
-        return self.recoverer.form_group(self.at, saves=True)
+    def _form_group(self, step: FormGroup) -> bool:
+        """Form another group; return whether its ranks are to be watched now."""
+        if step.why is Why.SAVING:
+            # Of new actors that died, the line on the last of them says so.
+            if step.no_replacement and self.at.ranks.pool.starting:
+                timeout_s = self.at.spec.config.replace_timeout
+                say(f"replace  {self.faults.budget} no new actor within {timeout_s:g} s")
+            self.recoverer.begin_saving(self.at, step.end_reason)
+        formed = self.recoverer.form_group(self.at, step.why)
+        # If a rank was lost just now, the next watch over those that wait reports it.
+        return formed or not step.why.follows_fault
 
     def _restart(self, note: str | None) -> GroupStage:
         """End all ranks; the next attempt starts from the newest checkpoint."""
@@ -314,7 +308,7 @@ class Driver:
         outcome = self.at.outcome
         assert outcome is not None
         reached("finished")
-        if self.faults.recovery:  # the run ended before it completed another step
+        if self.faults.present:  # the run ended before it completed another step
             self.faults.close_as_recovered()
 
         assert self.at.collector
@@ -354,7 +348,7 @@ class Driver:
         saved = ""
         if outcome and "step" in outcome:
             saved = f" Saved at step {outcome['step']}."
-        if self.faults.recovery:
+        if self.faults.present:
             self.faults.close("none")
         cause = self.faults.causes[-1]
         failure_code = 1 if cause.retry else cause.exit_code

@@ -15,8 +15,8 @@ from nanoray.faults.cause import (
     Failure,
     FailureCollector,
     FaultReport,
-    Recovery,
-    consequences_of,
+    announce,
+    outcome_of,
     without_progress,
 )
 from nanoray.faults.hang import Position
@@ -32,7 +32,7 @@ class FaultLog:
     def __init__(self, folder: Path, max_failures: int, clock: Any = time) -> None:
         self.max_failures = max_failures
         self.causes: list[Failure] = []  # one per fault, oldest first
-        self.recovery: Recovery | None = None
+        self.present: FaultReport | None = None
         self._folder = folder
         self._clock = clock
 
@@ -44,39 +44,36 @@ class FaultLog:
         positions: of the ranks that were training.
         """
         cause = collector.cause
-        others = [failure for failure in collector.failures if failure is not cause]
-        word = "drain  " if cause.cause == "drained" else "failure"
-        lines = ["", f"{word}  {cause.title}"]
+        detail = cause.detail
         # The end of a dead process's log is in the report, and all of it in its file
-        if cause.detail.startswith(END_OF_LOG):
+        if detail.startswith(END_OF_LOG):
             log = self._folder / "logs" / f"rank{cause.rank}.log"
-            lines.append(f"  its log  {from_here(str(log))}")
-        else:
-            lines += _indented(cause.detail)
-        lines += [f"  {line}" for line in consequences_of(others)]
-        say("\n".join(lines))
+            detail = f"its log  {from_here(str(log))}"
+        consequences = announce(cause, collector.others, detail)
 
-        if self.recovery:  # the previous fault was not overcome before this one
-            self.close(self.recovery.report.recovery)
+        if self.present:  # the previous fault was not overcome before this one
+            self.close(self.present.recovery)
         self.causes.append(cause)
-
-        report = FaultReport.of(cause, others, attempt, world_size)
-        known_at = collector.first_failure_at
-        boot = cause.exit_record.get("boot")
-        if cause.cause == "hung":
-            report.detect_s = round(cause.silent_s, 3)
-        elif boot and boot == exit_record.boot_id():
-            # Monotonic clocks of two processes are comparable on one host since one boot only.
-            report.detect_s = round(max(0.0, known_at - cause.exit_record["monotonic"]), 4)
-        elif cause.heard_at is not None:
-            # No record of this host has the time of its death.
-            report.detect_s = round(max(0.0, known_at - cause.heard_at), 3)
 
         # The fault is overcome when a step is completed that no rank had completed before.
         completed = [failure.completed for failure in collector.failures]
         for position in positions:
             completed.append(Failure(0, "killed", "", *position).completed)
-        self.recovery = Recovery(report, known_at, max(completed))
+        known_at = collector.first_failure_at
+        self.present = FaultReport(
+            cause, consequences, attempt, world_size, known_at, max(completed)
+        )
+
+        boot = cause.exit_record.get("boot")
+        if cause.cause == "hung":
+            self.present.detect_s = round(cause.silent_s, 3)
+        elif boot and boot == exit_record.boot_id():
+            # Monotonic clocks of two processes are comparable on one host since one boot only.
+            detect_s = known_at - cause.exit_record["monotonic"]
+            self.present.detect_s = round(max(0.0, detect_s), 4)
+        elif cause.heard_at is not None:
+            # No record of this host has the time of its death.
+            self.present.detect_s = round(max(0.0, known_at - cause.heard_at), 3)
         return cause
 
     @property
@@ -87,44 +84,37 @@ class FaultLog:
     @property
     def target(self) -> int | None:
         """The step after which the present fault is overcome; None if there is none."""
-        return self.recovery.target if self.recovery else None
+        return self.present.target if self.present else None
 
     def set_recovery(self, kind: str, replaced: int = 0) -> None:
         """Note how the run recovers from the present fault: in_place, spare, shrink or restart.
 
         `replaced`: how many ranks have new processes.
         """
-        assert self.recovery
-        self.recovery.report.recovery = kind
-        self.recovery.report.replaced = replaced
+        assert self.present
+        self.present.recovery = kind
+        self.present.replaced = replaced
 
     def explain(self, text: str) -> None:
         """Print, and note in the report, a consequence of the present fault."""
-        assert self.recovery
-        self.recovery.report.consequences.append(text)
+        assert self.present
+        self.present.consequences.append(text)
         say(f"mirror   {text}")
 
     def close_as_recovered(self) -> None:
         """Write the report of the present fault: a step was completed for the first time since."""
-        assert self.recovery
-        report = self.recovery.finish(self._clock.monotonic())
-        self.close(report.recovery)
-        say(f"recover  {report.outcome()}\n")
+        fault = self.present
+        assert fault
+        fault.overcome(self._clock.monotonic())
+        self.close(fault.recovery)
+        say(f"recover  {outcome_of(fault.record())}\n")
 
     def close(self, recovery: str) -> None:
-        """Write the report of the present fault. A full disk must not end the run."""
-        assert self.recovery
-        report = self.recovery.report
-        self.recovery = None
-        report.recovery = recovery
-        try:
-            report.write(self._folder)
-        except OSError as error:
-            say(f"warning  cannot write the fault report to faults.jsonl: {error.strerror}")
-
-
-def _indented(text: str) -> list[str]:
-    return ["  " + line for line in text.rstrip().splitlines()]
+        """Write the report of the present fault."""
+        assert self.present
+        self.present.recovery = recovery
+        self.present.write(self._folder)
+        self.present = None
 
 
 def end_of_log(path: Path) -> str:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nanoray.base.proc import start_time
 from nanoray.faults import exit_record
-from nanoray.faults.cause import Failure, FailureCollector
+from nanoray.faults.cause import BY_KERNEL, Failure, FailureCollector, how_it_ended, title_of
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import LEFT
 from nanoray.launch.connection import bounded
@@ -36,7 +36,6 @@ from nanoray.launch.recovery.worker_group import WorkerGroup
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
 EXIT_RECORD_S = 5.0
 BY_MONITOR = "ended by Ray's memory monitor"
-BY_KERNEL = "killed by the kernel, which was out of memory"
 BY_SILENCE = (
     f"no call of this driver reached it for {DRIVER_SILENT_S:.0f} s, because the driver was frozen "
     "(Ctrl-Z, a sleeping machine) or cut off"
@@ -77,7 +76,7 @@ def how_newcomer_died(group: WorkerGroup, slot: int, error: RayError) -> str:
     if isinstance(error, OutOfMemoryError):
         return BY_MONITOR
     # Its pid is not known; that of the process before it is.
-    record = exit_record.read(group.spec.exit_record(slot))
+    record = exit_record.read(group.spec.progress(slot))
     if record.get("oom") and record["pid"] != group.facts[slot]["pid"]:
         return BY_KERNEL
     return first_line(error)
@@ -90,7 +89,7 @@ def _error(group: WorkerGroup, slot: int, result: dict[str, Any]) -> Failure:
     return Failure(
         slot,
         result["kind"],
-        f"{_name(group, slot)} failed in {result['phase']} of step {result['step']}: {error}",
+        _title(group, slot, f"failed in {result['phase']} of step {result['step']}", error),
         result["step"],
         result["phase"],
         detail="" if refused else result["traceback"],
@@ -116,7 +115,7 @@ def _death(group: WorkerGroup, slot: int, error: RayError, record_by: float) -> 
     failure = Failure(
         slot,
         cause,
-        f"{_name(group, slot)} {what} in {phase} of step {step}: {how}",
+        _title(group, slot, f"{what} in {phase} of step {step}", how),
         step,
         phase,
         detail=str(error) if how == BY_MONITOR else end_of_log(group.spec.log(slot)),
@@ -140,19 +139,15 @@ def _name_death(error: RayError, record: dict[str, Any]) -> tuple[str, str, str]
         return "node_lost", "is out of reach", "its node is lost or busy"
 
     # Ray says no more than that the process is dead. The record says how it ended.
-    if record.get("oom"):
-        return "out_of_memory", "died", BY_KERNEL
-    if record.get("signal"):
-        return "killed", "died", f"killed by {record['signal']}"
     if record.get("exit_code") == ORPHAN_CODE:
         return "driver_silent", "ended", BY_SILENCE
-    if "exit_code" in record:
-        how = f"exited with code {record['exit_code']} and without a Python exception"
-        return "killed", "died", how
     node_end = _node_end(str(error))
-    if node_end:
+    if node_end and not record.keys() & {"signal", "exit_code"}:
         return "node_lost", "is lost", f"Ray has lost its node: {node_end}"
-    return "killed", "died", "killed, or crashed without a Python exception"
+    cause, verb, how = how_it_ended(record)
+    if "exit_code" in record:
+        how += " and without a Python exception"
+    return cause, verb, how
 
 
 def _node_end(error: str) -> str:
@@ -172,7 +167,7 @@ def _exit_record(group: WorkerGroup, slot: int, record_by: float) -> dict[str, A
     """Return how the process ended, waiting for its record; empty if none is written."""
     clock = group.pool.clock
     while True:
-        record = exit_record.read(group.spec.exit_record(slot))
+        record = exit_record.read(group.spec.progress(slot))
         # A record with another pid is of an earlier process in this slot.
         if record.get("pid") == group.facts[slot]["pid"]:
             return record
@@ -214,10 +209,11 @@ def end_hung(group: WorkerGroup, watchdog: Watchdog, collector: FailureCollector
         step, phase = positions[slot]
         others = _format_others(slot, places)
         why = "does not answer" if slot in mute else "is behind"
-        title = (
-            f"{_name(group, slot)} made no progress for {watchdog.silent_s:.0f} s "
-            f"{places[slot]} and {why} ({others}); it was ended"
+        what = (
+            f"made no progress for {watchdog.silent_s:.0f} s {places[slot]} and {why} ({others}); it "
+            "was ended"
         )
+        title = _title(group, slot, what)
         failure = Failure(
             slot,
             "hung",
@@ -234,7 +230,7 @@ def end_hung(group: WorkerGroup, watchdog: Watchdog, collector: FailureCollector
 def end_silent(group: WorkerGroup, slot: int, what: str, collector: FailureCollector) -> None:
     """End a rank that does not answer, or did not leave its broken group; `what` says which."""
     step, phase = _position(group, slot)
-    title = f"{_name(group, slot)} {what}, in {phase} of step {step}; it was ended"
+    title = _title(group, slot, f"{what}, in {phase} of step {step}; it was ended")
     failure = Failure(slot, "hung", title, step, phase, end_of_log(group.spec.log(slot)))
     _end_rank(group, slot, failure, collector)
 
@@ -250,10 +246,8 @@ def drain_of(group: WorkerGroup, slot: int) -> Failure:
     assert cluster
     facts = group.facts[slot]
     step, phase = _position(group, slot)
-    title = (
-        f"{_name(group, slot)} left after step {max(0, step - 1)}: its node is being drained"
-        f"{cluster.notice(facts['node'])}"
-    )
+    why = f"its node is being drained{cluster.notice(facts['node'])}"
+    title = _title(group, slot, f"left after step {max(0, step - 1)}", why)
     return Failure(slot, "drained", title, step, phase, facts=facts)
 
 
@@ -317,10 +311,8 @@ def _format_others(slot: int, places: dict[int, str]) -> str:
     return ", ".join(others[:MAX_NAMED]) + more
 
 
-def _name(group: WorkerGroup, slot: int) -> str:
-    """Return a rank with its process and node, for a title."""
-    facts = group.facts[slot]
-    return f"rank {slot} (pid {facts['pid']}, node {facts['ip']})"
+def _title(group: WorkerGroup, slot: int, what: str, how: str = "") -> str:
+    return title_of(slot, group.facts[slot], what, how)
 
 
 def _position(group: WorkerGroup, slot: int) -> Position:

@@ -29,6 +29,7 @@ from nanoray.launch.recovery.fault_log import FaultLog
 from nanoray.launch.recovery.rank_end import end_silent, how_newcomer_died, read_result
 from nanoray.launch.recovery.run_state import Forming, RunState, Saving
 from nanoray.launch.recovery.shares import no_replica, smaller
+from nanoray.launch.recovery.situation import NextGroup, Why
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
 
@@ -285,50 +286,58 @@ class Recoverer:
         until = min(saving.until, self.clock.monotonic() + within_s)
         at.saving = replace(saving, until=until)
 
-    def form_group(self, at: RunState, saves: bool) -> bool:
+    def form_group(self, at: RunState, why: Why) -> bool:
         """Form a group of ranks that hold the run's state, and of new actors unless it only saves.
 
-        Returns False if that failed: `forming` contains what is left to try.
+        Returns False if that failed: after a fault, `forming` contains what is left to try.
         """
         group = at.ranks
+        size_before = len(group.members)
+        left = [slot for slot in group.members if slot in group.runs]
+        planned = group.plan(why)
+        obstacle = self._meet(at, planned) if planned.members else no_replica(at.spec.config, left)
+        if not why.follows_fault:
+            if obstacle:
+                say(f"grow     failed: {obstacle}")
+            elif len(planned.members) > size_before:
+                size = len(planned.members)
+                say(f"grow     {size_before} -> {size} ranks; no step is repeated\n")
+            return not obstacle
+
         forming = at.forming
         assert forming
-        left = [slot for slot in group.members if slot in group.runs]
-        slots = group.savers() if saves else group.divisible(group.pool.ready)
-        if not slots:
-            forming.no_replica = no_replica(at.spec.config, left)
+        if not planned.members:
+            forming.no_replica = obstacle
             return False
-
-        obstacle = self._regroup(at, slots, saves)
         if obstacle:
             # More ranks may be lost: await their replacements, and try again.
             say(f"replace  {self.faults.budget} failed: {obstacle}")
             forming.tries_left -= 1
             forming.awaited = False
             return False
-        self._announce_group(at, forming, left, saves)
+        self._announce_group(at, forming, planned)
         group.pool.promoted.clear()
         return True
 
-    def _regroup(self, at: RunState, slots: list[int], saves: bool = False) -> str:
-        """Let these slots meet as a new attempt; return why that failed, if it did."""
+    def _meet(self, at: RunState, planned: NextGroup) -> str:
+        """Let the members of a group meet as a new attempt; return why that failed, if it did."""
         try:
-            store = at.ranks.open_store(slots)
+            store = at.ranks.open_store(planned.members)
         except RayError as error:
             return " ".join(str(error).split())[:200]
         reached("store")
         # From here on no rank of the older attempt may commit a checkpoint.
         self.begin_attempt(at)
         reached("attempt")
-        at.ranks.regroup(at.spec, slots, store, stop=saves)
+        at.ranks.regroup(at.spec, planned, store)
         reached("orders")
         return ""
 
-    def _announce_group(self, at: RunState, forming: Forming, left: list[int], saves: bool) -> None:
+    def _announce_group(self, at: RunState, forming: Forming, planned: NextGroup) -> None:
         """Print which ranks joined and which are missing, and note the kind of recovery."""
         group = at.ranks
         promoted = group.pool.promoted
-        joined = [slot for slot in forming.lost if slot in group.members]
+        joined = [slot for slot in forming.lost if slot in planned.joins]
         size = len(group.members)
         kind = "in_place"
         if joined:
@@ -343,7 +352,7 @@ class Recoverer:
                 f"replace  {self.faults.budget} {', '.join(names)} joins in {seconds:.1f} s; "
                 "no step is repeated\n"
             )
-        if saves:
+        if planned.why is Why.SAVING:
             kind = "none"
             say(
                 f"save     {size} rank(s) are left and hold the run's state; they save it, and "
@@ -351,28 +360,15 @@ class Recoverer:
             )
         elif size < group.pool.place.workers:
             kind = "shrink"
-            left_out = [slot for slot in left if slot not in group.members]
             shrunk = smaller(
                 at.spec.config,
                 forming.size_before,
                 group.members,
-                left_out,
+                planned.leaves,
                 group.pool.place.workers,
             )
             say(f"shrink   {self.faults.budget} {shrunk}\n")
         self.faults.set_recovery(kind, len(joined))
-
-    def grow(self, at: RunState) -> None:
-        """Take in the actors that have become ready since the group shrank, if they still live."""
-        group = at.ranks
-        size_before = len(group.members)
-        slots = group.divisible(group.pool.ready)
-        obstacle = self._regroup(at, slots)
-        if obstacle:
-            # A rank was lost just now: the next watch over the group reports it.
-            say(f"grow     failed: {obstacle}")
-        elif len(slots) > size_before:
-            say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
 
 
 def say_after_training(spec: RunSpec, failure: Failure) -> None:

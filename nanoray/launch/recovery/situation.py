@@ -29,6 +29,33 @@ class GroupStage(Enum):
     CAUSE_NAMED = "the same, and the cause of the fault that ended the watch is known"
 
 
+class Why(Enum):
+    """Why another group of ranks is formed, and how all come to leave the present one.
+
+    A rank that leaves a drained node, or moves off it, is a lost one: it leaves after a step, is
+    ended, and another one takes its place.
+    """
+
+    LOST = "ranks were lost: a collective of the others fails, or they are ordered to abort"
+    ORDERED = "new ranks are ready, or nodes were drained: all are ordered to leave after a step"
+    MEMORY = "a rank ran out of memory: the others abort, and all do the step again"
+    SAVING = "the ranks that hold the run's state only save it"
+
+    @property
+    def follows_fault(self) -> bool:
+        return self in (Why.LOST, Why.SAVING)
+
+
+@dataclass(frozen=True)
+class NextGroup:
+    """The next group of ranks: why it is formed, of which slots, who leaves and who joins."""
+
+    why: Why
+    members: tuple[int, ...]
+    leaves: tuple[int, ...]  # slots that hold the run's state, and have no part in this group
+    joins: tuple[int, ...]  # slots with a new process, which receives the state
+
+
 @dataclass(frozen=True)
 class Situation:
     """What the driver's decision depends on. Later fields matter in later stages only."""
@@ -46,9 +73,7 @@ class Situation:
     rank_failed: bool = False
     all_waiting: bool = False  # all ranks that did not fail wait, with the run's state in memory
     some_silent: bool = False  # a rank has neither ended nor does it wait
-    pausing: bool = False  # the ranks were ordered to leave their group
-    can_grow: bool = False  # more actors are ready than train
-    short_of_memory: bool = False  # a rank ran out of memory, and all meet again
+    regroup: Why | None = None  # why all left their group, although none failed, if that is known
 
     # CAUSE_NAMED
     reason: str | None = None  # why training must not go on after this fault
@@ -75,11 +100,6 @@ class WatchRanks:
 
 
 @dataclass(frozen=True)
-class Grow:
-    """Form a group of all actors that are ready, the same or more; no rank was lost."""
-
-
-@dataclass(frozen=True)
 class NameCause:
     """Announce the failure that caused the others, and end ranks that did not notice it."""
 
@@ -92,16 +112,12 @@ class AwaitReplacements:
 
 
 @dataclass(frozen=True)
-class TrainOn:
-    """Form a group of the ranks that hold the run's state and of replacements, if need be."""
+class FormGroup:
+    """Form another group of the ranks that hold the run's state, and of new ones if need be."""
 
-
-@dataclass(frozen=True)
-class Save:
-    """Form a group of the ranks that hold the run's state, in which they only save it."""
-
-    reason: str | None = None  # why the run ends then; None: all ranks start again
-    no_replacement: bool = False  # no replacement came in time
+    why: Why
+    end_reason: str | None = None  # SAVING: why the run ends then; None: all ranks start again
+    no_replacement: bool = False  # SAVING: no replacement came in time
 
 
 @dataclass(frozen=True)
@@ -132,11 +148,9 @@ class EndUntrained:
 Step = (
     StartRanks
     | WatchRanks
-    | Grow
     | NameCause
     | AwaitReplacements
-    | TrainOn
-    | Save
+    | FormGroup
     | Restart
     | GiveUp
     | Finish
@@ -155,11 +169,9 @@ def next_step(situation: Situation) -> Step:
     if situation.exit_reason:
         return _after_last_checkpoint(situation)
 
-    # All left their group although no rank failed: to leave a drained node, to take in new actors,
-    # or to do a step again with a smaller micro batch.
-    regroups = situation.pausing or situation.can_grow or situation.short_of_memory
-    if situation.all_waiting and not situation.rank_failed and regroups:
-        return Grow()
+    # All left their group although no rank failed.
+    if situation.all_waiting and not situation.rank_failed and situation.regroup:
+        return FormGroup(situation.regroup)
     # Ranks that are silent are the cause themselves.
     group_broke = not situation.rank_failed and not situation.some_silent
     return NameCause(group_broke)
@@ -191,14 +203,14 @@ def _after_fault(situation: Situation) -> Step:
     # Nothing must be trained any more: the ranks that are left save at once.
     reason = situation.reason or situation.later_reason
     if reason or situation.saving or situation.stop_requested:
-        return Save(reason)
+        return FormGroup(Why.SAVING, reason)
 
     if not situation.awaited:
         return AwaitReplacements()
     complete = situation.trainable >= situation.workers
     if situation.trainable > 0 and (complete or situation.may_shrink):
-        return TrainOn()
-    return Save(UNFIT if situation.unfit else None, no_replacement=True)
+        return FormGroup(Why.LOST)
+    return FormGroup(Why.SAVING, UNFIT if situation.unfit else None, no_replacement=True)
 
 
 def _without_survivors(situation: Situation, note: str | None) -> Step:

@@ -219,9 +219,9 @@ class Watcher:
 
         # A fault is overcome once a rank has completed a step that was not completed before it.
         # Spares start only in undisturbed training, which they would slow down otherwise.
-        recovery = self._faults.recovery
-        if recovery:
-            overcome = recovery.update(heartbeat.step, heartbeat.base, heartbeat.waiting)
+        fault = self._faults.present
+        if fault:
+            overcome = fault.update(heartbeat.step, heartbeat.base, heartbeat.waiting)
             if overcome and not at.saving:
                 self._faults.close_as_recovered()
         elif heartbeat.step > 1 and heartbeat.phase != SCRIPT and not collector.failures:

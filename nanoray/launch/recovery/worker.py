@@ -249,11 +249,10 @@ class Worker:
         self._rendezvous = rendezvous
         self._silence.note_call()
 
-        # Files of an earlier process in this slot must not be read as this one's.
+        # The file of an earlier process in this slot must not be read as this one's.
         run.progress(self._rank).unlink(missing_ok=True)
-        run.exit_record(self._rank).unlink(missing_ok=True)
         if not self._leaves_record:
-            exit_record.watch(run.exit_record(self._rank))
+            exit_record.watch(run.progress(self._rank))
 
         try:
             if self._captures:

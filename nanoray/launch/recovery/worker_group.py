@@ -24,6 +24,7 @@ from nanoray.faults.progress import SCRIPT, ProgressFile
 from nanoray.launch.recovery.actors import ActorPool
 from nanoray.launch.recovery.meeting import Meeting
 from nanoray.launch.recovery.shares import Shares
+from nanoray.launch.recovery.situation import NextGroup, Why
 from nanoray.launch.recovery.worker import Heartbeat
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.train.watch.observers import Console
@@ -141,14 +142,34 @@ class WorkerGroup:
         holders = [slot for slot in slots if slot in self.runs]
         return self.meeting.open(len(slots), holders)
 
-    def regroup(
-        self, spec: RunSpec, slots: list[int], store: tuple[str, int], stop: bool = False
-    ) -> None:
-        """Form a group of these slots: holders of the run's state go on, new actors receive it.
+    def plan(self, why: Why) -> NextGroup:
+        """Return the next group: who is in it, who leaves and who joins; no members if none can go on."""
+        slots = self.savers() if why is Why.SAVING else self.divisible(self.pool.ready)
+        return self.of(why, slots)
 
-        With `stop` the members save and end. Otherwise a rank that is left out ends, and a new
-        actor waits in its slot. Raises RayError.
+    def of(self, why: Why, slots: Sequence[int]) -> NextGroup:
+        """Return the next group of these slots."""
+        return NextGroup(
+            why,
+            members=tuple(slots),
+            leaves=tuple(slot for slot in self.runs if slot not in slots),
+            joins=tuple(slot for slot in slots if slot not in self.runs),
+        )
+
+    def why_left(self) -> Why | None:
+        """Return why all members have left their group although none was lost; None if it broke."""
+        if self.is_short_of_memory:
+            return Why.MEMORY
+        return Why.ORDERED if self.pausing or self.can_grow else None
+
+    def regroup(self, spec: RunSpec, planned: NextGroup, store: tuple[str, int]) -> None:
+        """Form a group: holders of the run's state go on, new actors receive it.
+
+        A group that saves ends then. Otherwise a rank that leaves ends, and a new actor waits in
+        its slot. Raises RayError.
         """
+        slots = list(planned.members)
+        saves = planned.why is Why.SAVING
         # A pending poll may have rank 0's messages already; it is lost with a rank 0 that is.
         if slots[0] != self.members[0]:
             self._poll = None
@@ -156,15 +177,15 @@ class WorkerGroup:
         # If several groups in a row only save, the first of them left the trained one.
         before = self._before_saving or (self.members, self._shares)
         leaves_out = any(slot in self.runs for slot in set(before[0]) - set(slots))
-        self._before_saving = before if stop and leaves_out else None
+        self._before_saving = before if saves and leaves_out else None
 
         self.pool.spec = spec
         self.members = slots
         self.live = True
         self.stopping = False
         self.pausing = False
-        self.newcomers = {slot for slot in slots if slot not in self.runs}
-        if stop:
+        self.newcomers = set(planned.joins)
+        if saves:
             self.stop()  # before they meet, so that they do not begin a step
 
         address, port = store
@@ -184,8 +205,8 @@ class WorkerGroup:
             else:
                 self._run(rank.slot, spec.to_dict(), meeting)
 
-        if not stop:
-            for slot in self.runs.keys() - set(slots):
+        if not saves:
+            for slot in planned.leaves:
                 del self.runs[slot]
                 self.pool.fill(slot)
 

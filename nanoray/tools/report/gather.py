@@ -88,7 +88,7 @@ def read_run(folder: Path) -> RunFiles:
     with suppress(ConfigError):
         accounts = accounts_of(folder)
 
-    faults = [event for event in read_reports(folder) if event["event"] in ("fault", "failure")]
+    faults = [event for event in read_reports(folder) if event["event"] == "fault"]
     fault_lines: list[str] = []
     if faults:
         fault_lines = story(folder)[1:]  # the first line names the folder, as the page does
