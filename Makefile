@@ -81,10 +81,11 @@ bench-gpu-bundle:
 
 # The generated pages of docs/, and with `make site` all of it as a website in build/site, which opens without a server.
 docs: setup
-	@$(PY) -m nanoray.base.metrics > docs/metrics.md
+	@$(PY) -m nanoray.machine.metrics > docs/metrics.md
 	@$(PY) -m nanoray.cli > docs/flags.md
 	@$(PY) -m nanoray.errors > docs/errors.md
 	@$(PY) docs/api.py > docs/api.md
+	@PYTHONPATH=. $(PY) docs/rooms.py > docs/rooms.md
 	@$(PY) -m tests.harness.figures
 
 site: docs

@@ -67,7 +67,7 @@ INTERNAL: dict[str, tuple[str, ...]] = {
         "group_lost",
     ),
 }
-FUNCTIONS = ("launch", "tune")  # packages that are functions, too
+FUNCTIONS = ("launch", "tune")
 HEAD = """\
 # The Python API
 
@@ -90,8 +90,10 @@ def render() -> str:
 
 
 def _function(name: str) -> list[str]:
-    """Return the section of a function that is a package."""
-    call = type(getattr(nanoray, name)).__call__
+    """Return the section of a function; `launch` is a package, too."""
+    call = getattr(nanoray, name)
+    if inspect.ismodule(call):
+        call = type(call).__call__
     return [f"## {name}", "", *_code(f"nanoray.{name}", call), *_paragraphs(call.__doc__), ""]
 
 

@@ -28,18 +28,19 @@ __version__ = "0.1.0"
 
 # The public names, and the modules that define them. Most of those import torch.
 _EXPORTED = {
-    "Callback": "nanoray.own.callbacks",
+    "Callback": "nanoray.script.callbacks",
     "Config": "nanoray.config",
-    "Counted": "nanoray.own.data.batch",
+    "Counted": "nanoray.script.data.batch",
     "NanorayError": "nanoray.errors",
-    "Run": "nanoray.own.run",
-    "RuntimeEngine": "nanoray.own.engine",
-    "Tuned": "nanoray.tune.command",
+    "Run": "nanoray.script.run",
+    "RuntimeEngine": "nanoray.script.engine",
+    "Tuned": "nanoray.lab.tune.command",
     "Weighted": "nanoray.models.weighted",
+    "tune": "nanoray.lab.tune.command",
 }
 
-# A literal, so that editors and type checkers can read it; `launch` and `tune` are packages that
-# are also functions.
+# A literal, so that editors and type checkers can read it; `launch` is a package that is also
+# a function.
 __all__ = [
     "Callback",
     "Config",
@@ -59,8 +60,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name on its first use."""
     from importlib import import_module
 
-    if name in ("launch", "tune"):
-        return import_module(f"nanoray.{name}")
+    if name == "launch":
+        return import_module("nanoray.launch")
     if name not in _EXPORTED:
         raise AttributeError(f"module 'nanoray' has no attribute {name!r}")
     value = getattr(import_module(_EXPORTED[name]), name)

@@ -20,7 +20,7 @@ from nanoray.cli import parse_args
 from nanoray.config import Config
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import TokenData
-from nanoray.host.host import available_cpus
+from nanoray.machine.host import available_cpus
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""Benchmarks of a machine and of nanoray on it. Nothing imports them."""

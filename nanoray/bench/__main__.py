@@ -16,8 +16,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from nanoray.base.atomic import write_json
-from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, read_numbers
 from nanoray.bench.harness.processes import interruptible
 from nanoray.bench.harness.report import Report, conditions, load_average
@@ -25,7 +23,9 @@ from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser, name_program, take_output
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
-from nanoray.host.launchers import set_torch_variables
+from nanoray.machine.atomic import write_json
+from nanoray.machine.launchers import set_torch_variables
+from nanoray.machine.text import aligned
 
 FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose

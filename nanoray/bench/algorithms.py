@@ -14,7 +14,6 @@ from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench.collectives import (
     agree,
     data_of,
@@ -30,12 +29,13 @@ from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, number, say
 from nanoray.bench.harness.table import TEXT, Table, TableColumn, names
+from nanoray.machine.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from nanoray.mesh.mesh import Mesh
+    from nanoray.parallel.mesh import Mesh
 
 ENTRY = "nanoray.bench.algorithms:sweep_rank"
 BACKEND = "backend"
@@ -112,7 +112,7 @@ def _reductions(able: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], Any
     import torch
     import torch.distributed as dist
 
-    from nanoray.mesh.algorithms import ALGORITHMS
+    from nanoray.parallel.algorithms import ALGORITHMS
 
     def by_hand(reduce: Callable[[Tensor, ProcessGroup | None], None]) -> Callable[[Tensor], Any]:
         return lambda tensor: reduce(tensor, own)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from nanoray.mesh.mesh import Mesh
+    from nanoray.parallel.mesh import Mesh
 
 
 @dataclass
@@ -40,8 +40,8 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int, vocab_size: int 
     """
     import torch
 
+    from nanoray.cli.forecast.rank_memory import stage_activations
     from nanoray.data.tokenizer import VOCAB
-    from nanoray.forecast.rank_memory import stage_activations
     from nanoray.models.build import gpt_of
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import ModelShape
@@ -98,7 +98,7 @@ MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
 
 def alone_on(mesh: Mesh) -> Mesh:
     """Return the mesh of this rank alone: the same code, without communication."""
-    from nanoray.mesh.mesh import Mesh
+    from nanoray.parallel.mesh import Mesh
 
     return Mesh(0, 1, 0, mesh.device, "none", "alone")
 
@@ -120,12 +120,12 @@ class Arm:
         `mirrored` sizes the buffers as with --mirror on one node. `drops`: with the dropout of the
         configuration; else without any.
         """
-        from nanoray.forecast.memory import model_memory, peak_memory
-        from nanoray.mesh.layout import Layout
+        from nanoray.cli.forecast.memory import model_memory, peak_memory
+        from nanoray.config.layout import Layout
         from nanoray.models.precision import LossScaler, MeanLoss
+        from nanoray.observe.trace.recorder import CommRecorder
         from nanoray.parallel.ddp import default_bucket_mb
         from nanoray.parallel.plan import Plan
-        from nanoray.trace.recorder import CommRecorder
         from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
         from nanoray.train.optim.groups import make_optimizer
 
@@ -230,8 +230,8 @@ class Arm:
         With a pipeline that includes waiting for another stage, and what the first stage sends: no
         collectives.
         """
-        from nanoray.trace.log import IDLE
-        from nanoray.trace.recorder import Collective, account, wait_for
+        from nanoray.observe.trace.log import IDLE
+        from nanoray.observe.trace.recorder import Collective, account, wait_for
 
         self.plan.trace(True)
         self.mesh.listener = self.recorder

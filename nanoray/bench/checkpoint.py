@@ -29,7 +29,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanoray.base.environment import environment
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, measured, whiskers
 from nanoray.bench.harness.plan import rotated
@@ -48,10 +47,11 @@ from nanoray.bench.harness.table import (
 from nanoray.config import Config, load_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.mesh.rendezvous import open_store
+from nanoray.machine.environment import environment
+from nanoray.parallel.rendezvous import open_store
 
 if TYPE_CHECKING:
-    from nanoray.state.state_dict import StateDict
+    from nanoray.checkpoint.state.state_dict import StateDict
 
 RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC, STAGER, PROCESS = ARMS = (
     *("raw disk", "nanoray sync", "nanoray async"),
@@ -399,7 +399,7 @@ def make_step(device: Any) -> Callable[..., float]:
 
     from nanoray.bench.simulate import shape_of
     from nanoray.models.gpt import GPT
-    from nanoray.trace.recorder import wait_for
+    from nanoray.observe.trace.recorder import wait_for
     from nanoray.train.optim.groups import make_optimizer
 
     cfg = load_config(preset=STEP_PRESET)
@@ -430,9 +430,9 @@ def make_arms(
     import torch.distributed.checkpoint as dcp
 
     from nanoray.bench.simulate import shape_of
-    from nanoray.mesh.pieces import whole_shards
+    from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
     from nanoray.models.gpt import GPT
-    from nanoray.state.optimizer_part import optimizer_tensors
+    from nanoray.parallel.pieces import whole_shards
     from nanoray.train.optim.groups import make_optimizer
 
     cfg = load_config(
@@ -599,9 +599,9 @@ def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
     """Return what one rank saves after `step`: weights, optimizer state, random generators."""
     import torch
 
-    from nanoray.mesh.pieces import whole_shards
-    from nanoray.state.optimizer_part import optimizer_tensors
-    from nanoray.state.state_dict import StateDict
+    from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
+    from nanoray.checkpoint.state.state_dict import StateDict
+    from nanoray.parallel.pieces import whole_shards
 
     rng = [{"torch": torch.get_rng_state()}]
     meta = {"step": step, "world_size": 1, "val_loss": None}

@@ -20,16 +20,16 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nanoray.base.metrics import algbw_gbps, busbw_factor
-from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, markdown, number, say
 from nanoray.errors import ConfigError
-from nanoray.host.host import available_memory_bytes
-from nanoray.mesh.mesh import Mesh
+from nanoray.machine.host import available_memory_bytes
+from nanoray.machine.metrics import algbw_gbps, busbw_factor
+from nanoray.machine.text import aligned
+from nanoray.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ def start_together(mesh: Mesh) -> float:
 
 def finish(mesh: Mesh, works: Iterable[Any] = ()) -> None:
     """Wait for these calls, and on CUDA for the device."""
-    from nanoray.trace.recorder import wait_for
+    from nanoray.observe.trace.recorder import wait_for
 
     for work in works:
         work.wait()

@@ -26,14 +26,14 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import DataError
-from nanoray.host.host import keep_freed_memory
-from nanoray.mesh.rendezvous import BackendChoice, Order, open_store, rendezvous_of
+from nanoray.machine.host import keep_freed_memory
+from nanoray.parallel.rendezvous import BackendChoice, Order, open_store, rendezvous_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from nanoray.mesh.pieces import Shard
+    from nanoray.parallel.pieces import Shard
 
 
 class Gate:

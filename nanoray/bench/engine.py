@@ -17,10 +17,10 @@ from nanoray.bench.arm import MODELS, Arm, alone_on
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.config import Config
-from nanoray.host.host import forget_peak_memory, resident_bytes
+from nanoray.machine.host import forget_peak_memory, resident_bytes
 
 if TYPE_CHECKING:
-    from nanoray.mesh.mesh import Mesh
+    from nanoray.parallel.mesh import Mesh
 
 TIME_ENTRY = "nanoray.bench.engine:time_rank"
 MEMORY_ENTRY = "nanoray.bench.engine:memory_rank"
@@ -102,9 +102,9 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Run the rounds; emit one event per arm and round, times of the slowest rank. (all ranks)"""
     import torch
 
-    from nanoray.host.host import keep_freed_memory
-    from nanoray.trace.log import share_idle
-    from nanoray.trace.recorder import Clock, wait_for
+    from nanoray.machine.host import keep_freed_memory
+    from nanoray.observe.trace.log import share_idle
+    from nanoray.observe.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":
         keep_freed_memory()  # as in a run; `memory_rank` returns it instead
@@ -180,7 +180,7 @@ def memory_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """
     import torch
 
-    from nanoray.host.host import return_freed_memory
+    from nanoray.machine.host import return_freed_memory
 
     if mesh.device.type == "cpu":
         return_freed_memory()

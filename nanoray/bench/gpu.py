@@ -68,14 +68,14 @@ from nanoray.bench.ladder import (
 )
 from nanoray.bench.to_loss import RunToLoss, run_to_loss
 from nanoray.config import load_config
+from nanoray.config.choose import cannot_compile
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.host.choose import cannot_compile
-from nanoray.host.device import Device
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.peaks import peak_flops
-from nanoray.host.slots import local_slots
+from nanoray.machine.device import Device
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.peaks import peak_flops
+from nanoray.machine.slots import local_slots
 
 BASE = "float32"
 TF32 = "+ tf32"

@@ -1,4 +1,4 @@
-"""The bytes that weights, gradients and optimizer state really take, to be compared with forecast/memory.py."""
+"""The bytes that weights, gradients and optimizer state really take, to be compared with cli/forecast/memory.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
-from nanoray.mesh.memory import local_of
-from nanoray.mesh.pieces import Shard
+from nanoray.machine.tensor_memory import local_of
+from nanoray.parallel.pieces import Shard
 
 
 def held_bytes(

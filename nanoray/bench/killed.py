@@ -18,10 +18,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.base.proc import stat_of
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed, send_signal
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.proc import stat_of
 
 POLL_S = 0.02  # between two looks at the records
 FOLLOW_S = 0.1  # the same where a look does not decide when something happens

@@ -19,17 +19,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.benchmark import Number
 from nanoray.bench.harness.figure import Panel, bars
 from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
 from nanoray.bench.harness.report import Measurement, Record, Report, say
+from nanoray.cli.folder import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
-from nanoray.host.host import available_cpus
-from nanoray.start.folder import open_run
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.host import available_cpus
 
 if TYPE_CHECKING:
     from typing_extensions import Self

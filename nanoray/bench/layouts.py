@@ -2,7 +2,7 @@
 
     links      all-reduce, reduce-scatter and all-gather of Axis at 2 ranks   -> alpha, beta and CPU seconds of each
     compute    forward, backward, update at 2 ranks, whole and cut for tp 2   -> seconds; what tp does not divide
-    predict    nanoray.forecast.predict with these, and real steps, at 2, 4 and 8 ranks, all in each round
+    predict    nanoray.cli.forecast.predict with these, and real steps, at 2, 4 and 8 ranks, all in each round
 
 How each is measured stands in parts.py. More ranks than cores share them fairly, as in
 `bench scaling`, whose other assumptions hold, too. Run it on an idle machine.
@@ -34,12 +34,12 @@ from nanoray.bench.simulate import (
     percent_of_error,
     shape_of,
 )
+from nanoray.cli.forecast.fit import Fit, fit
+from nanoray.cli.forecast.links import LANES, Cost
 from nanoray.config import Config, load_config
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
-from nanoray.forecast.fit import Fit, fit
-from nanoray.forecast.links import LANES, Cost
-from nanoray.host.host import available_cpus
-from nanoray.mesh.layout import Layout
+from nanoray.machine.host import available_cpus
 
 BASE = 2
 RANKS = (2, 4, 8)
@@ -183,8 +183,8 @@ class Here:
         """Return the seconds of a step."""
         import torch
 
-        from nanoray.forecast.job import Job
-        from nanoray.forecast.predict import Speed, flops_of, predict
+        from nanoray.cli.forecast.job import Job
+        from nanoray.cli.forecast.predict import Speed, flops_of, predict
         from nanoray.models.weights import weights_of
         from nanoray.parallel.ddp import default_bucket_mb
 

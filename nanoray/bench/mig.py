@@ -20,8 +20,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from nanoray.base.environment import environment
-from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench import collectives
 from nanoray.bench.engine import BITS, STEP, each, order_of
 from nanoray.bench.engine import TIME_ENTRY as ENTRY
@@ -31,14 +29,16 @@ from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
 from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.cli.mig import CARDS, peak_text, peaks, plan
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
-from nanoray.host.device import Device
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import local_slots
-from nanoray.mesh.rendezvous import RankDevice, choose_backend, runtime_nccl_version
-from nanoray.tools.mig import CARDS, peak_text, peaks, plan
+from nanoray.machine.device import Device
+from nanoray.machine.environment import environment
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.metrics import algbw_gbps, busbw_factor
+from nanoray.machine.slots import local_slots
+from nanoray.parallel.rendezvous import RankDevice, choose_backend, runtime_nccl_version
 
 MAX_SLICES = 7
 THROUGHPUT = "throughput"

@@ -23,7 +23,7 @@ from typing import Any
 from nanoray.bench.harness.report import Emit, Record
 from nanoray.bench.simulate import shape_of
 from nanoray.config import load_config
-from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.mesh import Mesh
 
 COLLECTIVES = "nanoray.bench.parts:collectives_rank"
 COMPUTE = "nanoray.bench.parts:compute_rank"
@@ -59,8 +59,8 @@ def collectives_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Emit the seconds and CPU seconds of each collective of the order. (all ranks)"""
     import torch
 
-    from nanoray.host.host import keep_freed_memory
-    from nanoray.mesh.axis import data_axis
+    from nanoray.machine.host import keep_freed_memory
+    from nanoray.parallel.axis import data_axis
 
     keep_freed_memory()
     axis = data_axis(mesh)
@@ -114,7 +114,7 @@ def _make_work(order: Record) -> Callable[[], Any]:
 
 def compute_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Emit what compute alone takes, for each (tp, micro batch) of the order. (all ranks)"""
-    from nanoray.host.host import keep_freed_memory
+    from nanoray.machine.host import keep_freed_memory
 
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -132,10 +132,10 @@ def _time_compute(mesh: Mesh, order: Record, tp: int, micro: int) -> dict[str, f
     import torch
     from torch.nn.utils import get_total_norm
 
-    from nanoray.mesh.axis import Axis
     from nanoray.models.gpt import GPT
+    from nanoray.observe.trace.recorder import Clock, wait_for
+    from nanoray.parallel.axis import Axis
     from nanoray.parallel.tp import cut
-    from nanoray.trace.recorder import Clock, wait_for
 
     # The cut model needs an axis, but its sums would bring communication into the time.
     class Silent(Axis):

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.base.compat import foreach_mul_
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.held import held_bytes
+from nanoray.cli.forecast.memory import Sizes, state_memory
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
-from nanoray.forecast.memory import Sizes, state_memory
+from nanoray.machine.compat import foreach_mul_
 from nanoray.models.costs import activation_memory
 from nanoray.models.fp8 import use_fp8
 from nanoray.models.gpt import GPT, ModelShape

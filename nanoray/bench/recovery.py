@@ -57,9 +57,9 @@ from nanoray.bench.killed import (
 )
 from nanoray.bench.peers.torchft import PEER_LIGHTHOUSE, missing
 from nanoray.errors import ConfigError
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import local_slots
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.slots import local_slots
 
 ON_NANORAY = {  # arm -> flags of nanoray.launch
     "in_place": ["--recovery", "in_place", "--spares", "0"],

@@ -57,12 +57,12 @@ from nanoray.bench.simulate import (
     shape_of,
     work_of,
 )
+from nanoray.cli.forecast.fit import Fit, fit
+from nanoray.cli.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names
+from nanoray.cli.forecast.simulate import SimulatedStep, simulate
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.forecast.fit import Fit, fit
-from nanoray.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names
-from nanoray.forecast.simulate import SimulatedStep, simulate
-from nanoray.host.host import available_cpus
+from nanoray.machine.host import available_cpus
 
 PRESET = "shakespeare-cpu"  # whose step is measured
 SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
@@ -210,7 +210,7 @@ class ScalingBenchmark(Benchmark):
             "--topology",
             default="all",
             metavar="NAME|FILE",
-            help="a preset of nanoray/topologies or a YAML file [all]",
+            help="a preset of nanoray/config/topologies or a YAML file [all]",
         )
         parser.add_argument(
             "--model",

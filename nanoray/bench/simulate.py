@@ -2,7 +2,7 @@
 ones.
 
     cost_of()         a fitted collective        -> its seconds, and the cores that it keeps busy
-    scaling()         a topology, ranks          -> predicted steps of DDP, by forecast/simulate.py
+    scaling()         a topology, ranks          -> predicted steps of DDP, by cli/forecast/simulate.py
     add_step_rows()   measured, predicted steps  -> rows with their error, and the target
 
 Arithmetic for `bench scaling` and `bench layouts predicted`: nothing here measures.
@@ -19,11 +19,11 @@ import torch
 
 from nanoray.bench.harness.figure import dots, with_values
 from nanoray.bench.harness.report import Measurement, Report
+from nanoray.cli.forecast.fit import Fit
+from nanoray.cli.forecast.links import Cost, Topology, all_reduce, coefficients
+from nanoray.cli.forecast.simulate import SimulatedBucket, Step, simulate
 from nanoray.config import Config
 from nanoray.data.tokenizer import VOCAB as VOCAB
-from nanoray.forecast.fit import Fit
-from nanoray.forecast.links import Cost, Topology, all_reduce, coefficients
-from nanoray.forecast.simulate import SimulatedBucket, Step, simulate
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel.ddp import default_bucket_mb

@@ -59,9 +59,14 @@ from nanoray.bench.ladder import (
     skipped_lines,
 )
 from nanoray.bench.peers.nanogpt import NanoGPT
+from nanoray.config.choose import BF16_UNITS, cannot_compile
 from nanoray.errors import ConfigError
-from nanoray.host.choose import BF16_UNITS, cannot_compile
-from nanoray.host.host import available_cpus, available_memory_bytes, cpu_features, resident_bytes
+from nanoray.machine.host import (
+    available_cpus,
+    available_memory_bytes,
+    cpu_features,
+    resident_bytes,
+)
 
 BASE = "base"
 EAGER = "eager loop"

@@ -6,7 +6,7 @@ pipeline parallelism, train one model on the same batches; the same model with e
 its MLPs is trained with and without expert parallelism. Times: every round runs a few steps of
 each arm in turn, on ranks that hold them all, so a slow minute of the machine hits all arms;
 communication comes from one more step of each round, traced. Memory: fresh ranks for every arm,
-beside what the formulas of `nanoray.forecast.memory` and `nanoray.models.costs` say.
+beside what the formulas of `nanoray.cli.forecast.memory` and `nanoray.models.costs` say.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config, make_config, resolve_batch
+from nanoray.config.layout import Layout
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
 from nanoray.errors import ConfigError
-from nanoray.mesh.layout import Layout
 
 MODES: dict[str, Record] = {
     mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.plan import words
 from nanoray.bench.harness.processes import Child, ChildFailed
+from nanoray.machine.atomic import read_json_lines
 
 
 class RunToLoss(NamedTuple):

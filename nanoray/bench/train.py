@@ -35,8 +35,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.base.proc import session_members
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import (
@@ -65,9 +63,11 @@ from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.ladder import Climb
 from nanoray.errors import ConfigError
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import local_slots
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.proc import session_members
+from nanoray.machine.slots import local_slots
 
 # The loops: settings of each, as of the rungs of a ladder
 NARROW: dict[str, Record] = {"baseline": {"_eager": True}, "engine": {}, "engine-2": {"_ranks": 2}}

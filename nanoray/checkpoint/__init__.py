@@ -1,0 +1,1 @@
+"""The state of a run as parts, its files, and a copy of them elsewhere."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from nanoray.config.weights import WeightsFile, find
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.parallel.mesh import Mesh
 
 _POSITIONS = "pos_emb.weight"
 

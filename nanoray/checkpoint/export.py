@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoray.base.atomic import new_folder, replace_bytes, write_json
 from nanoray.checkpoint import gpt2
+from nanoray.checkpoint.state.state_dict import StateDict, entries_of
 from nanoray.errors import ConfigError
+from nanoray.machine.atomic import new_folder, replace_bytes, write_json
 from nanoray.models.gpt import ModelShape
-from nanoray.state.state_dict import StateDict, entries_of
 
 FORMATS = ("huggingface", "safetensors", "torch")
 HF_ACTIVATION = {"tanh": "gelu_new", "exact": "gelu"}

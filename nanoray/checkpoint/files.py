@@ -29,7 +29,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.base.points import reached
 from nanoray.checkpoint import parts
 from nanoray.checkpoint.manifest import (
     MANIFEST,
@@ -39,6 +38,7 @@ from nanoray.checkpoint.manifest import (
     manifest_json,
     parse_manifest,
 )
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.tensorfile import (
     GONE,
     as_bytes,
@@ -51,8 +51,8 @@ from nanoray.checkpoint.tensorfile import (
     write_file,
 )
 from nanoray.errors import CheckpointError
-from nanoray.mesh.pieces import Piece
-from nanoray.state.state_dict import StateDict
+from nanoray.machine.points import reached
+from nanoray.parallel.pieces import Piece
 
 # Formats
 WHOLE = 1  # whole tensors, of one writer

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.base.atomic import read_json
-from nanoray.base.storage.url import is_run_name
 from nanoray.checkpoint.files import (
     MANIFEST,
     STEP_NAME,
@@ -25,9 +23,11 @@ from nanoray.checkpoint.files import (
     open_checkpoint,
     steps_in,
 )
-from nanoray.cli.runs import age_key
+from nanoray.checkpoint.runs import age_key
 from nanoray.config.settings import public
 from nanoray.errors import CheckpointError
+from nanoray.machine.atomic import read_json
+from nanoray.machine.storage.url import is_run_name
 
 
 @dataclass

@@ -24,11 +24,11 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.base.points import reached
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.tensorfile import damage_of, layout, read_file, tensors_in, write_file
 from nanoray.errors import CheckpointError
-from nanoray.mesh.pieces import Piece, fill, overlaps
-from nanoray.state.state_dict import StateDict
+from nanoray.machine.points import reached
+from nanoray.parallel.pieces import Piece, fill, overlaps
 
 _POLL_S = 0.02
 _FILE = re.compile(r"(model|optimizer)-(\d{5})\.safetensors")

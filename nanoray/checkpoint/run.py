@@ -35,14 +35,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from nanoray import __version__
-from nanoray.base.atomic import json_mapping, replace_text, write_json
-from nanoray.base.environment import working_folder
-from nanoray.base.script_errors import exit_code_after
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.host.launchers import describe_start
-from nanoray.mesh.backends import reports_lost_peers
+from nanoray.machine.atomic import json_mapping, replace_text, write_json
+from nanoray.machine.environment import working_folder
+from nanoray.machine.launchers import describe_start
+from nanoray.machine.script_errors import exit_code_after
+from nanoray.parallel.backends import reports_lost_peers
 
 log = logging.getLogger("nanoray.rank")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanoray.checkpoint.manifest import Damage
 from nanoray.errors import CheckpointError
-from nanoray.mesh.memory import bytes_of
+from nanoray.machine.tensor_memory import bytes_of
 
 GONE = (FileNotFoundError, NotADirectoryError)
 CHUNK = 8 << 20  # bytes hashed and written at a time

@@ -31,10 +31,10 @@ from torch import Tensor
 from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint import parts
 from nanoray.checkpoint.run import RunSpec, read_attempt
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.errors import CheckpointError
-from nanoray.host.host import available_cpus
-from nanoray.mesh.mesh import Mesh
-from nanoray.state.state_dict import StateDict
+from nanoray.machine.host import available_cpus
+from nanoray.parallel.mesh import Mesh
 
 log = logging.getLogger("nanoray.rank")
 TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run

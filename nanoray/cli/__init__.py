@@ -1,8 +1,11 @@
-"""Command lines: flags from the configuration's fields, errors as one line, exit codes.
+"""Commands and flags; how a run is opened; its dry run and forecast.
 
 Other rooms import these names from `nanoray.cli`. `python -m nanoray.cli` prints docs/flags.md.
 """
 
+from nanoray.checkpoint.runs import RUNS as RUNS
+from nanoray.checkpoint.runs import add_run as add_run
+from nanoray.checkpoint.runs import find_run_folder as find_run_folder
 from nanoray.cli.commands import exit_code_of as exit_code_of
 from nanoray.cli.commands import require_script as require_script
 from nanoray.cli.commands import run_command as run_command
@@ -17,9 +20,6 @@ from nanoray.cli.parsers import Parser as Parser
 from nanoray.cli.parsers import flag_names as flag_names
 from nanoray.cli.parsers import name_program as name_program
 from nanoray.cli.parsers import tool_parser as tool_parser
-from nanoray.cli.runs import RUNS as RUNS
-from nanoray.cli.runs import add_run as add_run
-from nanoray.cli.runs import find_run_folder as find_run_folder
 from nanoray.cli.signals import NO_SIGNALS as NO_SIGNALS
 from nanoray.cli.signals import STOP_SIGNALS as STOP_SIGNALS
 from nanoray.cli.signals import in_main_thread as in_main_thread

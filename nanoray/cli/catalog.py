@@ -31,43 +31,43 @@ COMMANDS = {
     ),
     "tune": CommandLine(
         "train",
-        "nanoray.tune.__main__",
+        "nanoray.lab.tune.__main__",
         "find the fastest way to train a recipe here, by measuring, with the same result",
     ),
     "data": CommandLine(
         "data and weights",
-        "nanoray.data.__main__",
+        "nanoray.cli.data",
         "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",
     ),
     "checkpoint": CommandLine(
         "data and weights",
-        "nanoray.checkpoint.__main__",
+        "nanoray.cli.checkpoint",
         "list, verify, export or upload checkpoints; import the weights of a GPT-2",
     ),
     "sample": CommandLine(
-        "data and weights", "nanoray.tools.sample", "generate text from a checkpoint"
+        "data and weights", "nanoray.cli.sample", "generate text from a checkpoint"
     ),
     "report": CommandLine(
         "look at a run",
-        "nanoray.tools.report.__main__",
+        "nanoray.observe.report.__main__",
         "write an HTML page about a run; or compare runs, its ledger, its timeline",
     ),
     "faults": CommandLine(
-        "look at a run", "nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"
+        "look at a run", "nanoray.observe.faults", "list a run's faults: cause, recovery, cost"
     ),
     "inspect": CommandLine(
         "look at a run",
-        "nanoray.tools.inspect.__main__",
+        "nanoray.lab.inspect.__main__",
         "show a model: tree, owners, FLOPs; --verify runs one batch",
     ),
     "replay": CommandLine(
         "look at a run",
-        "nanoray.tools.replay.__main__",
+        "nanoray.lab.replay.__main__",
         "do a step of a run again and compare; or bisect: where do two runs part?",
     ),
     "check": CommandLine(
         "machines and clusters",
-        "nanoray.tools.check",
+        "nanoray.lab.check",
         "check this machine, a script, or the MIG slices of a GPU",
     ),
     "kube": CommandLine(

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from nanoray.base.output import as_command, lasting_output, say_error
 from nanoray.cli.flags import Loaded, parse_args
 from nanoray.cli.help import Page
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
+from nanoray.machine.output import as_command, lasting_output, say_error
 
 
 def run_command(

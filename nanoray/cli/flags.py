@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.storage.store import StorageError, Store
-from nanoray.base.storage.url import is_url, problem_of, run_of
 from nanoray.cli.help import Page, asked_for, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
 from nanoray.config import (
@@ -24,6 +22,8 @@ from nanoray.config.load import flatten, read_mapping, run_folder_of
 from nanoray.config.paths import expand, expand_paths
 from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
 from nanoray.errors import ConfigError
+from nanoray.machine.storage.store import StorageError, Store
+from nanoray.machine.storage.url import is_url, problem_of, run_of
 
 # Flags of the command itself that are paths on this machine
 COMMAND_PATHS = frozenset({"config", "topology"})

@@ -35,7 +35,7 @@ SCALE_FLAGS = {
     ),
     "topology": (
         "NAME|FILE",
-        "with --world_size: nodes and links (nanoray/topologies or a YAML file); adds the "
+        "with --world_size: nodes and links (nanoray/config/topologies or a YAML file); adds the "
         "predicted step and the best layouts",
     ),
     "memory_gb": (
@@ -46,7 +46,7 @@ SCALE_FLAGS = {
 # Flags of the command itself, which are no keys of the configuration. No metavar: a switch
 COMMAND_FLAGS = {
     "config": ("FILE", "YAML (or config.json) with any of the keys below"),
-    "preset": ("NAME", f"a file of nanoray/presets (default: {DEFAULT_PRESET})"),
+    "preset": ("NAME", f"a file of nanoray/config/presets (default: {DEFAULT_PRESET})"),
     "dry_run": ("", "print what would run and where, start nothing, exit 0"),
     "quiet": (
         "",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanoray.base.output import say
+from nanoray.machine.output import say
 
 # Why Ctrl-C does not stop a run that a thread has launched, and what does
 NO_SIGNALS = (

@@ -1,4 +1,4 @@
-"""The configuration of a run.
+"""What a run is asked to do: keys, conflicts between them, presets, topologies, the layout of ranks.
 
 Other rooms import these names from `nanoray.config`. A file of this folder has the keys of one
 group; schema.py joins them to `Config`; conflicts.py is the table of what does not go together.

@@ -25,7 +25,7 @@ from nanoray.config.variables import parse_variables
 from nanoray.config.weights import find
 from nanoray.errors import ConfigError
 
-PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
+PRESET_DIR = Path(__file__).resolve().parent / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
 
 

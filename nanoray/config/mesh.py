@@ -20,7 +20,7 @@ class AxisKey(NamedTuple):
     goes_with_ddp: bool = True  # torch's DDP can sum the gradients beside it
 
 
-# Every axis that divides a model or its samples; nanoray.forecast.parallelisms has what each costs
+# Every axis that divides a model or its samples; nanoray.cli.forecast.parallelisms has what each costs
 AXES = (
     AxisKey("cp", in_replica=True, cuts_model=False),
     AxisKey("tp", in_replica=True, cuts_model=True),
@@ -137,7 +137,7 @@ class MeshKeys(Group):
         "backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat"
     ] = field("backend", "dist")
     """how gradients are summed: backend (NCCL's or gloo's all-reduce) | one written by hand in
-    mesh/algorithms.py"""
+    parallel/algorithms.py"""
 
     # How long ranks and the driver wait
     timeout_s: float = field(120.0, "dist", gt=0)

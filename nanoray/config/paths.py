@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nanoray.base.storage.url import without_credentials
 from nanoray.config.keys import Keys
 from nanoray.errors import ConfigError
+from nanoray.machine.storage.url import without_credentials
 
 
 def _path_keys() -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_validator
 
-from nanoray.base.storage.url import is_url, problem_of
 from nanoray.config.fields import Group, Integer, field, path
 from nanoray.config.variables import parse_variables
 from nanoray.errors import ConfigError
+from nanoray.machine.storage.url import is_url, problem_of
 
 # A file system takes names of 255 bytes. A run's folder has the time before its name, and a number
 # after it where several runs begin in one second

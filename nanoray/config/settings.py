@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from nanoray.base.storage.url import without_credentials
 from nanoray.config.load import make_config, run_folder_of
 from nanoray.config.mesh import AXES
 from nanoray.config.schema import Config
+from nanoray.machine.storage.url import without_credentials
 
 S = TypeVar("S", bound="Settings")
 FLAG = "flag"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-from nanoray.base.storage.url import is_secret, is_url, local_folder
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import IN_REPLICA, SHARDS_STATE
 from nanoray.errors import ConfigError
+from nanoray.machine.storage.url import is_secret, is_url, local_folder
 
 
 def undivided_by_tp(
@@ -143,7 +143,7 @@ def stages_divide(config: Keys) -> str | None:
 
 
 def groups_divide(config: Keys) -> str | None:
-    # With a global batch the micro steps follow from the number of ranks: see forecast/dry_run.py
+    # With a global batch the micro steps follow from the number of ranks: see cli/forecast/dry_run.py
     if config.pp == 1 or not config.grad_accum_steps or config.global_batch_size:
         return None
     return _undivided_by_groups(config.pp_schedule, config.pp, config.grad_accum_steps)

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo, cache_dir, write
 from nanoray.data.download import FetchFailed, fetch
 from nanoray.data.order import mix
 from nanoray.data.verify import verify
 from nanoray.errors import DataError
+from nanoray.machine.atomic import json_mapping
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 # Of its 170,052,171 bytes

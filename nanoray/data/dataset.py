@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import replace_bytes
 from nanoray.config import Config
 from nanoray.errors import DataError
+from nanoray.machine.atomic import replace_bytes
 
 CHUNK_BYTES = 1 << 24  # a multiple of every token's size
 

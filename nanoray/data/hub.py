@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.script_errors import one_line
 from nanoray.data.documents import Divider, DocumentPiece
 from nanoray.errors import DataError
+from nanoray.machine.script_errors import one_line
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.base.atomic import new_folder, write_json
 from nanoray.data.dataset import CHUNK_BYTES
 from nanoray.data.headers import llmc_header
 from nanoray.data.splits import find_splits
 from nanoray.data.token_folder import require_ids, tokenizer_of
 from nanoray.data.tokenizer import GPT2Tokenizer, Tokenizer
 from nanoray.errors import DataError
+from nanoray.machine.atomic import new_folder, write_json
 
 
 def import_arrays(folder: Path, out: Path) -> str:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data import cifar10
@@ -30,6 +29,7 @@ from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.verify import verify
 from nanoray.errors import DataError
+from nanoray.machine.atomic import json_mapping
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.base.atomic import new_folder, write_json
 from nanoray.data.documents import DocumentPiece, DocumentSource
 from nanoray.data.headers import LLMC_HEADER_BYTES, llmc_header
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
+from nanoray.machine.atomic import new_folder, write_json
 
 BATCH = 1 << 20  # characters that are tokenized at once, about: all cores work on them
 Say = Callable[[str], None]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
@@ -21,6 +20,7 @@ from nanoray.data.headers import DTYPES, Header, read_header
 from nanoray.data.splits import Splits, find_splits, match_splits
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
+from nanoray.machine.atomic import json_mapping
 
 _VOCABULARIES = {  # of llm.c's headers
     "gpt2": {"kind": "gpt2"},

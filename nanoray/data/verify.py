@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import json_mapping, replace_text
 from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
 from nanoray.errors import DataError
+from nanoray.machine.atomic import json_mapping, replace_text
 
 RECORD = ".verified.json"  # beside the token files, if the folder is writable
 SAMPLES = 64  # pages of a split in its sampled hash

@@ -17,10 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.base.output import say
 from nanoray.faults.plan import append_event
 from nanoray.faults.progress import AFTER_UPDATE, SCRIPT, UNKNOWN
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.output import say
 
 # What can end a rank -> how close that is to the root cause (lower is closer).
 CAUSES = {

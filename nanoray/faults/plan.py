@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.base.atomic import append_line, read_json_lines
-from nanoray.base.points import DRIVER_POINTS, POINTS, watch
 from nanoray.errors import ConfigError
 from nanoray.faults.progress import LEFT, PHASES, SCRIPT
+from nanoray.machine.atomic import append_line, read_json_lines
+from nanoray.machine.points import DRIVER_POINTS, POINTS, watch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,7 +9,7 @@ import struct
 import time
 from pathlib import Path
 
-from nanoray.base.mapped import MappedFile, content_of
+from nanoray.machine.mapped import MappedFile, content_of
 
 PHASES = (
     "init",
@@ -54,7 +54,7 @@ class ProgressFile:
         memory = self._file.memory
         self._FORMAT.pack_into(memory, 0, step, PHASES.index(phase), self.base, time.monotonic())
 
-    phase = set  # the name by which the loop calls it (train/watch/instruments.py)
+    phase = set  # the name by which the loop calls it (observe/watch/instruments.py)
 
     @classmethod
     def read_all(cls, path: Path) -> tuple[int, str, int, float] | None:

@@ -1,0 +1,1 @@
+"""Kubernetes: render, submit, follow and fetch a run."""

@@ -18,7 +18,7 @@ from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError
 from nanoray.kube.kustomize import Object
 from nanoray.kube.render import RUNS, is_folder_of, out_dir_of
-from nanoray.train.watch.observers import progress
+from nanoray.observe.watch.observers import progress
 
 # Prints FOLDER/NAME of each run.
 _LIST_RUNS = "find /data/runs -mindepth 2 -maxdepth 2 -type d -printf '%P\\n'"

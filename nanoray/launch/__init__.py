@@ -1,6 +1,6 @@
-"""Train on Ray. The package is also a function, which calls `main(run)` on every rank of a new run:
+"""The driver on Ray: place, start, watch, name the cause, recover.
 
-    nanoray.launch(main, config=None, ray=True) -> int
+nanoray.launch(main, config=None, ray=True) -> int
 
 help(nanoray.launch.__call__) describes it.
 """

@@ -10,20 +10,15 @@ from functools import partial
 
 from ray.util.placement_group import remove_placement_group
 
-from nanoray.base.environment import environment
-from nanoray.base.output import say
 from nanoray.checkpoint.folder import discard_refused, discarding_refused
 from nanoray.checkpoint.run import summary_on_failure, write_summary
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH
+from nanoray.cli.opening import Opening
 from nanoray.config.variables import values_of
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.launchers import refuse_many_starts
-from nanoray.host.slots import Slots, local_slots
 from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address, lasting_out_dir, ray_address
 from nanoray.launch.connection import bounded, connected, using
@@ -32,11 +27,16 @@ from nanoray.launch.recovery.driver import Driver
 from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.silence import OwnTime
 from nanoray.launch.signals import catch_signals
-from nanoray.start.opening import Opening
+from nanoray.machine.environment import environment
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.launchers import refuse_many_starts
+from nanoray.machine.output import say
+from nanoray.machine.slots import Slots, local_slots
+from nanoray.observe.track.tracking import require_tracker
+from nanoray.observe.watch.console import choose_console
 from nanoray.train.program import Trains
 from nanoray.train.report import closing_lines, words_of_python
-from nanoray.train.track.tracking import require_tracker
-from nanoray.train.watch.console import choose_console
 
 
 def main(argv: list[str] | None = None) -> int:

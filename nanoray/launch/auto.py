@@ -1,6 +1,6 @@
 """`micro_batch_size auto`: ask `nanoray tune` for the fastest micro batch before a run begins.
 
-    launch ─► python -m nanoray.tune ─► a recipe with the number ─► the run, which sees only that
+    launch ─► python -m nanoray.lab.tune ─► a recipe with the number ─► the run, which sees only that
 
 The search has ranks of its own, and has given them back when the run takes its devices.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nanoray.base.atomic import read_json
 from nanoray.cli import Loaded, stop_signals
 from nanoray.config import read_yaml
 from nanoray.errors import WorkerFailed
+from nanoray.machine.atomic import read_json
 
 BUDGET = "2m"
 CHOSEN = "auto: tune chose"  # who has set the key, before the number
@@ -58,7 +58,7 @@ def _searched(loaded: Loaded) -> int:
         recipe = Path(folder, "config.json")
         recipe.write_text(json.dumps(loaded.config.model_dump()))
         tuned = Path(folder, "tuned.yaml")
-        command = [sys.executable, "-m", "nanoray.tune", str(recipe)]
+        command = [sys.executable, "-m", "nanoray.lab.tune", str(recipe)]
         command += ["--budget", BUDGET, "--write", str(tuned)]
         # In a file this key would not say that Ray was asked for.
         if "ray_address" in loaded.given:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import ray
 
-from nanoray.base.output import say
 from nanoray.config import Config
 from nanoray.errors import ConfigError
+from nanoray.machine.output import say
 
 
 def caller_address(config: Config) -> str:

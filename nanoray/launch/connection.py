@@ -18,11 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from nanoray.base.environment import environment, restored
-from nanoray.base.output import say
 from nanoray.errors import PlacementError
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import Slots
 from nanoray.launch.ray_compat import (
     has_tokens,
     in_own_process_groups,
@@ -30,6 +26,10 @@ from nanoray.launch.ray_compat import (
     reread_authentication,
     without_dashboard,
 )
+from nanoray.machine.environment import environment, restored
+from nanoray.machine.host import available_cpus
+from nanoray.machine.output import say
+from nanoray.machine.slots import Slots
 
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
 OBJECT_STORE_BYTES = 80 * 2**20  # no tensors pass through it

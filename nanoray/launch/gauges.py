@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from nanoray.base.metrics import METRICS
+from nanoray.machine.metrics import METRICS
 
 HOLD_S = 1.0  # Ray exports a gauge every 10 s, but only if it was set since the last export
 

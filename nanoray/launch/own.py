@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoray.base.output import say
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.host.launchers import Place, describe_variables, place_of
-from nanoray.own.program import Program
-from nanoray.own.settings import loaded_of, refuse_while_spawned
+from nanoray.machine.launchers import Place, describe_variables, place_of
+from nanoray.machine.output import say
+from nanoray.script.program import Program
+from nanoray.script.settings import loaded_of, refuse_while_spawned
 
 
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:

@@ -19,13 +19,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nanoray.base.output import say
 from nanoray.config import Config
+from nanoray.config.choose import choose_precision
 from nanoray.errors import PlacementError
-from nanoray.host.choose import choose_precision
-from nanoray.host.slots import cpu_share
 from nanoray.launch.devices import bound_devices
 from nanoray.launch.ray_compat import HEAD_RESOURCE, available_per_node
+from nanoray.machine.output import say
+from nanoray.machine.slots import cpu_share
 
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested

@@ -1,7 +1,7 @@
 """What nanoray needs of Ray that is private, or newer than the oldest Ray that it runs on.
 
 This is the one file with such names (tests/unit/test_versions.py), so a new Ray is tried here first.
-nanoray/base/compat.py is the same for torch. `api` is the module `ray`, or what takes its place in tests.
+nanoray/machine/compat.py is the same for torch. `api` is the module `ray`, or what takes its place in tests.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nanoray.base.output import say
 from nanoray.cli import stop_signals
+from nanoray.machine.output import say
 
 AFTER_THIS_STEP = (
     b"\nstopping after this step; what is done is saved (Ctrl-C once more: stop now)\n"

@@ -1,0 +1,1 @@
+"""The GPT, the mixture of experts and the ResNet; precision and costs."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from nanoray.base.compat import CPU_ATTENTION, GPU_ATTENTIONS
+from nanoray.machine.compat import CPU_ATTENTION, GPU_ATTENTIONS
 
 _aten = torch.ops.aten
 PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default]

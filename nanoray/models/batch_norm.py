@@ -11,15 +11,25 @@ weights: evaluation, checkpoints, hashes and the copy for a new rank need no rul
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.base.compat import BatchNormBase
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
+from nanoray.machine.compat import BatchNormBase
+
+
+class Summing(Protocol):
+    """The ranks that share a batch (parallel/axis.py)."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """Add a tensor up over all ranks, in place, and return it."""
 
 
 class BatchNorm(nn.Module):
@@ -39,7 +49,7 @@ class BatchNorm(nn.Module):
     momentum: float | None
     eps: float
     track_running_stats: bool
-    axis: Axis | None
+    axis: Summing | None
     always_synchronised: bool
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
@@ -154,7 +164,7 @@ def _synchronised(
     bias: Tensor | None,
     statistics: Tensor | None,
     eps: float,
-    axis: Axis,
+    axis: Summing,
 ) -> Tensor:
     return Synchronised.apply(x, weight, bias, statistics, eps, axis)
 
@@ -181,7 +191,7 @@ class Synchronised(torch.autograd.Function):
         bias: Tensor | None,
         statistics: Tensor | None,
         eps: float,
-        axis: Axis,
+        axis: Summing,
     ) -> Tensor:
         """Return y (B, C, ...); write mean and unbiased variance to `statistics`, (2, C).
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.base.compat import scaled_mm
+from nanoray.machine.compat import scaled_mm
 
 FORWARD = torch.float8_e4m3fn
 BACKWARD = torch.float8_e5m2

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoray.base.compat import foreach_mul_
 from nanoray.errors import TrainingDiverged
+from nanoray.machine.compat import foreach_mul_
 from nanoray.models.weighted import LossValue
 
 # The dtype of autocast; with fp8 it applies outside of the products of fp8.py

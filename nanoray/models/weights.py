@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from nanoray.mesh.layout import Layout
+from nanoray.config.layout import Layout
 from nanoray.models.gpt import ModelShape
 
 

@@ -1,0 +1,1 @@
+"""Process groups, collectives, and every way to share the work among ranks."""

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Shard, whole_pieces
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.compress import Compressor, SendingBucket
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
+from nanoray.parallel.pieces import Shard, whole_pieces
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 # Elements: slices begin where vector registers do, so an update has the bits of one over the whole

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Config
-from nanoray.mesh.axis import Axis
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.hooks import StepHook
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -60,11 +60,11 @@ from torch import Tensor, nn
 
 from nanoray.data.sequence_part import SequencePart
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
 from nanoray.models.dropout import Dropout, derive_seed, draw_factors, dropout, seed_generators
 from nanoray.models.gpt import GPT, Attention, KVCache, Positions
 from nanoray.models.kernels import fused_attention, plain_attention, rotate
 from nanoray.parallel import cp_blocks
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.stream import CutDropout, own_positions
 from nanoray.parallel.tp import CutPositions, SplitAttention
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoray.base.compat import (
+from nanoray.machine.compat import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     EFFICIENT_ATTENTION,

@@ -5,7 +5,7 @@ while backward runs.
     all-reduce            └ bucket 0 ┘└ bucket 1 ┘     a bucket leaves when its last gradient is computed
 
 A hook may average the buckets in place of the backend: by an all-reduce written by hand
-(mesh/algorithms.py), or compressed (compress.py).
+(parallel/algorithms.py), or compressed (compress.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from nanoray.base.compat import NO_BUFFER_SYNC
 from nanoray.config import Config
-from nanoray.mesh.algorithms import AsyncAllReduce
-from nanoray.mesh.axis import Axis, data_axis
-from nanoray.mesh.mesh import Mesh
+from nanoray.machine.compat import NO_BUFFER_SYNC
+from nanoray.parallel.algorithms import AsyncAllReduce
+from nanoray.parallel.axis import Axis, data_axis
 from nanoray.parallel.compress import Compressor, SendingBucket
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel, Hook
 
 

@@ -44,12 +44,12 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.moe import MoE, Stacked
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
+from nanoray.parallel.pieces import Piece, Shard, whole_pieces
 from nanoray.parallel.tp_experts import SplitExperts
 
 

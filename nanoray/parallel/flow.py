@@ -3,7 +3,7 @@
     Straight   the whole model is on this rank: F0 B0 F1 B1 F2 B2 ...
     pp.Pipe    a stage of a pipeline is: forwards and backwards by a schedule
 
-The loss of a script's model may be a sum with a weight: then own/weighted_flow.py takes the place of
+The loss of a script's model may be a sum with a weight: then script/weighted_flow.py takes the place of
 Straight.
 
 They put the factor of the mean, 1/(accum · divisor), on the loss, so that all sums of gradients that
@@ -104,7 +104,7 @@ class Straight(Flow):
                 if seed:
                     seed(micro)
                 loss = self._loss(mode.wrapped, x, y)  # mean over (B, T)
-                assert isinstance(loss, Tensor), "see own/weighted_flow.py"
+                assert isinstance(loss, Tensor), "see script/weighted_flow.py"
 
             # Only the graph keeps what backward needs of the batch.
             total = total + loss.detach()  # float64 where the loss is

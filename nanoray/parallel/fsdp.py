@@ -28,15 +28,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nanoray.base.compat import all_gather_single, gradient_hooks
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Piece, Shard, whole_pieces
+from nanoray.machine.compat import all_gather_single, gradient_hooks
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
+from nanoray.parallel.pieces import Piece, Shard, whole_pieces
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 

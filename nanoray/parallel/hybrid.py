@@ -37,9 +37,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoray.base.points import reached
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Shard
+from nanoray.machine.points import reached
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.pieces import Shard
 
 
 class Groups:

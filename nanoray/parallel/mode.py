@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Shard
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.hybrid import Groups
+from nanoray.parallel.pieces import Shard
 
 Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]  # averages a bucket of gradients
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanoray.base.compat import foreach_mul_
-from nanoray.mesh.axis import Axis
+from nanoray.machine.compat import foreach_mul_
+from nanoray.parallel.axis import Axis
 
 CHUNK = 1 << 16  # elements: on CPU torch makes a float64 copy first, which should stay in the cache
 

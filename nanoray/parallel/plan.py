@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from nanoray.config import Config
 from nanoray.config.mesh import AXES
-from nanoray.mesh.axis import Axis, axes_of, data_axis
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Piece, Shard, whole_shards
+from nanoray.models.modules import Undisturbed
 from nanoray.models.precision import LossScaler
 from nanoray.models.weighted import mean_of
 from nanoray.parallel import cp, ep, hybrid, pp, tp
+from nanoray.parallel.axis import Axis, axes_of, data_axis
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
@@ -35,12 +34,13 @@ from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Seed, Straight
 from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import clip_to, norm_of_owned
+from nanoray.parallel.pieces import Piece, Shard, whole_shards
 from nanoray.parallel.script import Script
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
-from nanoray.state.modules import Undisturbed
 
 Axes = Mapping[str, Axis]  # by name, see axes_of
 SHARDED = ("zero1", "zero2", "fsdp")  # modes in which a rank updates a part of the parameters
@@ -285,7 +285,7 @@ class Plan:
 
         DDP regroups its buckets after the first backward, which changes the order of sums. After
         the regrouping, every step of a fresh and of a resumed run sums in the same order, so resume
-        is bit-exact at 3 and more ranks (for a script's model see own/skipping_ddp.py). The
+        is bit-exact at 3 and more ranks (for a script's model see script/skipping_ddp.py). The
         warm-up also compiles the model, and detects a lack of
         memory, before the first step.
         """

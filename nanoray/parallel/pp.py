@@ -44,14 +44,14 @@ from torch import Tensor, nn
 
 from nanoray.config.sizes import require_stages
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Shard, whole_pieces
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT
 from nanoray.models.precision import LossScaler
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Seed
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
+from nanoray.parallel.pieces import Shard, whole_pieces
 from nanoray.parallel.schedules import Turn, bubble, last_half, messages, timetable
 from nanoray.parallel.zero_bubble import WeightGradients
 

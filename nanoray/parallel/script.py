@@ -12,13 +12,13 @@ from torch import nn
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.flow import Flow, Loss
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel
 
 # (model, mode, mesh, the ranks whose gradients are averaged) -> hooks

@@ -13,8 +13,8 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from nanoray.mesh.axis import Axis
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.hooks import StepHook
 
 

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Shard
 from nanoray.models.dropout import Dropout, dropout
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.pieces import Shard
 
 
 class _Enter(torch.autograd.Function):

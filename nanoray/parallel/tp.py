@@ -48,11 +48,11 @@ from torch import Tensor, nn
 
 from nanoray.config.sizes import require_divisible
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT, Attention, KVCache, LMHead, Positions
 from nanoray.models.moe import MoE
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.pieces import Piece, Shard, whole_pieces
 from nanoray.parallel.stream import CutDropout, enter, leave, require_whole
 from nanoray.parallel.tp_experts import SplitExperts, StackedColumn, StackedRow
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoray.mesh.axis import Axis
 from nanoray.models.moe import MoE, Stacked
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.stream import enter, leave, whole
 
 

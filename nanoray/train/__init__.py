@@ -1,0 +1,1 @@
+"""The loop, its guards, the optimizers, recovery of a group of ranks."""

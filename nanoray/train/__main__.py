@@ -1,6 +1,6 @@
 """`nanoray train`: train in this process, alone or as a launcher's rank. No Ray.
 
-Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: host/launchers.py.
+Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: machine/launchers.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import DistError
 
-from nanoray.base.environment import environment
-from nanoray.base.output import say
 from nanoray.checkpoint.folder import discarding_refused
 from nanoray.checkpoint.run import (
     RunSpec,
@@ -34,16 +32,22 @@ from nanoray.checkpoint.run import (
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command, stop_signals
 from nanoray.cli.help import TRAIN
+from nanoray.cli.opening import Opening
 from nanoray.config import Config
+from nanoray.config.choose import require_compiler
 from nanoray.config.variables import THREADS, values_of
 from nanoray.errors import ConfigError, NanorayError, RendezvousError, WorkerFailed
 from nanoray.faults.cause import is_collective_error
-from nanoray.host.choose import require_compiler
-from nanoray.host.gpus import discover_gpus, take_own_slice
-from nanoray.host.host import available_cpus
-from nanoray.host.launchers import place_of
-from nanoray.mesh.mesh import abandon_groups
-from nanoray.mesh.rendezvous import (
+from nanoray.machine.environment import environment
+from nanoray.machine.gpus import discover_gpus, take_own_slice
+from nanoray.machine.host import available_cpus
+from nanoray.machine.launchers import place_of
+from nanoray.machine.output import say
+from nanoray.observe.track.observer import Observer
+from nanoray.observe.track.tracking import require_tracker
+from nanoray.observe.watch.console import choose_console
+from nanoray.parallel.mesh import abandon_groups
+from nanoray.parallel.rendezvous import (
     Order,
     RankDevice,
     Rendezvous,
@@ -51,15 +55,11 @@ from nanoray.mesh.rendezvous import (
     connect_store,
     runtime_nccl_version,
 )
-from nanoray.start.opening import Opening
 from nanoray.train.launcher import watch_launcher
 from nanoray.train.model import settings_put_back
 from nanoray.train.program import Trains
 from nanoray.train.rank import train
 from nanoray.train.report import closing_lines, words_of_training
-from nanoray.train.track.observer import Observer
-from nanoray.train.track.tracking import require_tracker
-from nanoray.train.watch.console import choose_console
 
 log = logging.getLogger("nanoray.rank")
 

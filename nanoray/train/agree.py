@@ -23,14 +23,14 @@ from nanoray.checkpoint.files import load, open_checkpoint, void_unfinished
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config
+from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.verify import sampled_hash
 from nanoray.errors import CheckpointError, ConfigError, DataError, RankDiffers, RendezvousError
-from nanoray.host.choose import choose_attention, choose_precision
-from nanoray.host.device import Device
-from nanoray.host.host import cpu_features
-from nanoray.mesh.mesh import Mesh
+from nanoray.machine.device import Device
+from nanoray.machine.host import cpu_features
 from nanoray.models.fp8 import EMULATED, in_hardware
+from nanoray.parallel.mesh import Mesh
 from nanoray.train.guard.certificate import append
 from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
@@ -251,7 +251,7 @@ def decided_otherwise(
 ) -> list[str]:
     """Return a note for each key that is auto, and was decided otherwise when the run trained.
 
-    (rank 0 only) The driver has compared the other keys (start/folder.py).
+    (rank 0 only) The driver has compared the other keys (cli/folder.py).
     """
     if not checkpoint:
         return []

@@ -18,20 +18,20 @@ from typing import NamedTuple
 
 import torch
 
-from nanoray.base.compat import compiled_for_one_size
 from nanoray.checkpoint.run import RunSpec
+from nanoray.config.layout import Layout
 from nanoray.faults.plan import Injector
-from nanoray.host.host import (
+from nanoray.machine.compat import compiled_for_one_size
+from nanoray.machine.host import (
     available_memory_bytes,
     forget_peak_memory,
     keep_freed_memory,
     resident_bytes,
     trim_freed_memory,
 )
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.rendezvous import Order
 from nanoray.parallel import cp
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.rendezvous import Order
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
 from nanoray.train.elastic import TrainingGroup
 from nanoray.train.model import settings_put_back, use_products

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Config
 from nanoray.errors import (
     ConfigError,
@@ -37,10 +37,10 @@ from nanoray.errors import (
 )
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.faults.progress import ProgressFile
-from nanoray.mesh.mesh import Mesh, abandon_groups
-from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.machine.points import reached
 from nanoray.parallel import cp
-from nanoray.state.train_state import TrainState
+from nanoray.parallel.mesh import Mesh, abandon_groups
+from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.engine import Engine, Regroup
 from nanoray.train.guard.replicas import agreed, digest
 from nanoray.train.optim.groups import make_optimizer

@@ -17,19 +17,22 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.base.points import reached
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.state.rank_state import Rate, Update
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.seeding import generators_kept
 from nanoray.data.tokens import MicroBatches
-from nanoray.mesh.mesh import Mesh, Vote
-from nanoray.mesh.rendezvous import Order
+from nanoray.machine.points import reached
 from nanoray.models.precision import LossScaler
+from nanoray.models.workload import Workload
+from nanoray.observe.watch.instruments import Instruments
+from nanoray.observe.watch.observers import Observers
+from nanoray.parallel.mesh import Mesh, Vote
 from nanoray.parallel.plan import Plan
-from nanoray.state.rank_state import Rate, Update
-from nanoray.state.train_state import TrainState
+from nanoray.parallel.rendezvous import Order
 from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
@@ -43,9 +46,6 @@ from nanoray.train.reading import Reading
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
 from nanoray.train.seeds import DropoutSeeds
-from nanoray.train.watch.instruments import Instruments
-from nanoray.train.watch.observers import Observers
-from nanoray.train.workload import Workload
 
 log = logging.getLogger("nanoray.rank")
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import torch
 
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import TrainingDiverged
 from nanoray.faults.cause import is_out_of_memory
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.weighted import Weighted, mean_of, weight_of
+from nanoray.models.workload import Workload
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Plan
-from nanoray.state.train_state import TrainState
 from nanoray.train.out_of_memory import describe
 from nanoray.train.reading import Reading
-from nanoray.train.workload import Workload
 
 
 @torch.no_grad()

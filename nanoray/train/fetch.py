@@ -6,13 +6,13 @@ from dataclasses import asdict
 
 import torch
 
-from nanoray.mesh.memory import assign
-from nanoray.mesh.mesh import Mesh
-from nanoray.state.model_part import without_owner
-from nanoray.state.modules import buffers_of
-from nanoray.state.rank_state import Session
-from nanoray.state.state_dict import StateDict
-from nanoray.state.train_state import TrainState
+from nanoray.checkpoint.state.model_part import without_owner
+from nanoray.checkpoint.state.rank_state import Session
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.checkpoint.state.train_state import TrainState
+from nanoray.machine.tensor_memory import assign
+from nanoray.models.modules import buffers_of
+from nanoray.parallel.mesh import Mesh
 
 
 def share(state: TrainState, mesh: Mesh, source: int) -> None:

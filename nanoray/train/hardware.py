@@ -7,11 +7,11 @@ import os
 import torch
 
 from nanoray import __version__
-from nanoray.host.device import Device
-from nanoray.host.gpus import discover_gpus, driver_version
-from nanoray.host.host import cpu_name
-from nanoray.host.peaks import peak_flops
-from nanoray.mesh.mesh import Mesh
+from nanoray.machine.device import Device
+from nanoray.machine.gpus import discover_gpus, driver_version
+from nanoray.machine.host import cpu_name
+from nanoray.machine.peaks import peak_flops
+from nanoray.parallel.mesh import Mesh
 
 # Variables that choose among a CPU's kernels: of torch, of oneDNN under both its names, and of MKL.
 KERNEL_VARIABLES = (

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from nanoray.base.proc import start_time
-from nanoray.host.launchers import Place, launcher_process
+from nanoray.machine.launchers import Place, launcher_process
+from nanoray.machine.proc import start_time
 
 CHECK_S = 1.0  # how often the launcher's entry in /proc is read
 

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanoray.base.points import reached
+from nanoray.checkpoint.state.optimizers import elements_of, put_element
+from nanoray.checkpoint.state.rank_state import Holding, Share, Update
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.errors import StateLost
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard
+from nanoray.machine.points import reached
 from nanoray.models.precision import step_unless
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.norm import clip_to
-from nanoray.state.optimizers import elements_of, put_element
-from nanoray.state.rank_state import Holding, Share, Update
-from nanoray.state.train_state import TrainState
+from nanoray.parallel.pieces import Shard
 from nanoray.train.fetch import fetch
 
 log = logging.getLogger("nanoray.rank")

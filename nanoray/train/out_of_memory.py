@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.base.script_errors import shown
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.fallible import FallibleSamples
@@ -26,8 +24,10 @@ from nanoray.data.tokens import MicroBatches
 from nanoray.faults.cause import is_out_of_host_memory
 from nanoray.faults.plan import append_event
 from nanoray.faults.progress import LEFT
-from nanoray.host.host import available_memory_bytes
-from nanoray.mesh.mesh import Mesh
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.host import available_memory_bytes
+from nanoray.machine.script_errors import shown
+from nanoray.parallel.mesh import Mesh
 
 EVENT = "out_of_memory"  # in a run's faults.jsonl
 GIB = 1 << 30

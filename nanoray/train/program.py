@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
-from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.parallel.rendezvous import Order, Rendezvous
 
 
 class Trains(Protocol):

@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 
-from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config.conflicts import refuse
+from nanoray.config.layout import Layout
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
-from nanoray.host.host import keep_freed_memory
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh, join, refuse_meeting
-from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.machine.host import keep_freed_memory
+from nanoray.machine.points import reached
+from nanoray.observe.track.observer import Observer
+from nanoray.parallel.mesh import Mesh, join, refuse_meeting
+from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.agree import (
     agree_on_precision,
     decided_otherwise,
@@ -52,12 +53,11 @@ from nanoray.train.out_of_memory import (
 )
 from nanoray.train.recipe import Recipe
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
-from nanoray.train.track.observer import Observer
 
 log = logging.getLogger("nanoray.rank")
 
 
-Meet = Callable[..., Mesh]  # takes the arguments of nanoray.mesh.mesh.join
+Meet = Callable[..., Mesh]  # takes the arguments of nanoray.parallel.mesh.join
 
 
 def train(

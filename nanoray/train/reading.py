@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from nanoray.base.script_errors import shown
 from nanoray.config import Batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.errors import DataError, DataFailed
 from nanoray.faults.cause import is_out_of_memory
-from nanoray.mesh.mesh import Mesh, Vote
-from nanoray.mesh.rendezvous import Order
+from nanoray.machine.script_errors import shown
 from nanoray.parallel.flow import MicroBatch
+from nanoray.parallel.mesh import Mesh, Vote
+from nanoray.parallel.rendezvous import Order
 from nanoray.train.out_of_memory import text_of_reading
 
 

@@ -13,18 +13,20 @@ from torch import nn
 from nanoray.checkpoint.begin import begin_with
 from nanoray.checkpoint.find import newest_rank_states
 from nanoray.checkpoint.run import RunSpec, recovers_in_place
+from nanoray.checkpoint.state.optimizer_part import notes_on_resume
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.lengths import lengths_of
 from nanoray.data.tokens import MicroBatches
 from nanoray.faults.plan import Injector
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.precision import LossScaler, MeanLoss
+from nanoray.observe.track.observer import Observer
+from nanoray.observe.watch.watch import Watch
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Loss, Plan
-from nanoray.state.optimizer_part import notes_on_resume
-from nanoray.state.train_state import TrainState
+from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.agree import note_group
 from nanoray.train.closing import sample_of
 from nanoray.train.elastic import Rejoin, TrainingGroup, warning_of_strays
@@ -47,8 +49,6 @@ from nanoray.train.shares import (
     weights_of,
 )
 from nanoray.train.tasks import Task
-from nanoray.train.track.observer import Observer
-from nanoray.train.watch.watch import Watch
 
 log = logging.getLogger("nanoray.rank")
 

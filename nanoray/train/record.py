@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from nanoray.checkpoint.run import RunSpec, disk_used
-from nanoray.mesh.mesh import Mesh
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.models.precision import LossScaler
-from nanoray.state.train_state import TrainState
+from nanoray.models.workload import Workload
+from nanoray.observe.watch.observers import now
+from nanoray.parallel.mesh import Mesh
 from nanoray.train.guard.guards import Guards
-from nanoray.train.watch.observers import now
-from nanoray.train.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nanoray.base.environment import from_here
-from nanoray.base.text import clock, short
 from nanoray.checkpoint.run import RunSpec, expected_loss
 from nanoray.faults.cause import read_reports
-from nanoray.host.launchers import describe_start
+from nanoray.machine.environment import from_here
+from nanoray.machine.launchers import describe_start
+from nanoray.machine.text import clock, short
 
 
 def closing_lines(

@@ -13,16 +13,16 @@ from torch.nn.utils import get_total_norm
 from nanoray.checkpoint import files
 from nanoray.checkpoint.find import check_shape
 from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.state.state_dict import StateDict, compiled_otherwise, rename
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
+from nanoray.config.layout import DIVISIONS
 from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.errors import CheckpointError, TrainingDiverged
-from nanoray.mesh.layout import DIVISIONS
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Piece
 from nanoray.models.build import shape_of
-from nanoray.state.state_dict import StateDict, compiled_otherwise, rename
-from nanoray.state.train_state import TrainState
-from nanoray.train.workload import Workload
+from nanoray.models.workload import Workload
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import Piece
 
 
 def save_checkpoint(

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from nanoray.checkpoint.state.rank_state import Holding, Share
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Config
+from nanoray.config.layout import mirrored, split_groups
 from nanoray.errors import ConfigError
-from nanoray.mesh.layout import mirrored, split_groups
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard, whole_shards
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import Shard, whole_shards
 from nanoray.parallel.plan import Plan
-from nanoray.state.rank_state import Holding, Share
-from nanoray.state.train_state import TrainState
 from nanoray.train.tasks import Task
 
 

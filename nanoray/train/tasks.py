@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanoray.base.text import parameters, short
 from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.state.rank_state import Schedule
 from nanoray.config import Batch
 from nanoray.data.images import ImageData
 from nanoray.data.lengths import format_lengths
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.tokens import Samples, TokenData
-from nanoray.mesh.pieces import Shard
+from nanoray.machine.text import parameters, short
 from nanoray.models import costs, resnet_costs
 from nanoray.models.build import build_model
 from nanoray.models.gpt import GPT, ModelShape
@@ -23,10 +23,10 @@ from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import write_text
 from nanoray.models.weighted import LossValue
+from nanoray.models.workload import Workload
+from nanoray.parallel.pieces import Shard
 from nanoray.parallel.script import Script
-from nanoray.state.rank_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
-from nanoray.train.workload import Workload
 
 Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
 RankStates = list[dict[str, Tensor]]  # the parts of a checkpoint that one rank alone has

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoray.base import proc
 from nanoray.bench import killed
 from nanoray.bench.harness import plan
+from nanoray.machine import proc
 from tests.harness.cluster import Cluster, processes_of_session, ray_head
 
 

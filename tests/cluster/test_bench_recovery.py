@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import nanoray.bench.__main__ as bench
-from nanoray.base.proc import session_members
 from nanoray.bench import recovery
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.peers.torchft import missing
@@ -32,6 +31,7 @@ from nanoray.bench.recovery import (
     TORCHRUN,
     TORCHRUN_SCRIPT,
 )
+from nanoray.machine.proc import session_members
 
 SHORT = [
     "--steps",

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from nanoray.base.proc import session_members
 from nanoray.bench import __main__ as bench
 from nanoray.bench import train
 from nanoray.bench.harness import launchers
 from nanoray.bench.harness.launchers import METRICS, SCRIPT_LAUNCHERS, Moments
 from nanoray.bench.harness.processes import ChildFailed
+from nanoray.machine.proc import session_members
 
 SLOW_S = 600  # a limit for machines that are busy with other tests
 FLAGS = ["--quick", "--preset", "tiny", "--steps", "6", "--rounds", "1"]

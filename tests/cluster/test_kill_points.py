@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.base.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
 from nanoray.faults.plan import parse_plan
+from nanoray.machine.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
 from tests.harness.cluster import (
     Cluster,
     assert_same_run,

@@ -417,7 +417,7 @@ def test_a_local_ray_is_closed_to_others_and_leaves_nothing(
     code = """
 import contextlib, io, os, re, signal, socket, urllib.error, urllib.request
 from nanoray.config import load_config
-from nanoray.host.slots import local_slots
+from nanoray.machine.slots import local_slots
 from nanoray.launch.connection import connected
 from nanoray.launch.signals import catch_signals
 said = io.StringIO()

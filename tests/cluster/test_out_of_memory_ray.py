@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.faults.__main__ import story
+from nanoray.observe.faults import story
 from tests.harness.cluster import (
     Cluster,
     assert_same_run,

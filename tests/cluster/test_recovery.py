@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.faults.__main__ import story
-from nanoray.trace.__main__ import read_steps
-from nanoray.trace.accounts import accounts_of
+from nanoray.observe.faults import story
+from nanoray.observe.trace.__main__ import read_steps
+from nanoray.observe.trace.accounts import accounts_of
 from tests.harness.cluster import (
     Cluster,
     alive,

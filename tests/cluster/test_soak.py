@@ -114,7 +114,7 @@ def test_what_differs_or_is_left_behind_fails_the_report(tmp_path: Path) -> None
     import torch
 
     from nanoray.checkpoint.files import save
-    from nanoray.state.state_dict import StateDict
+    from nanoray.checkpoint.state.state_dict import StateDict
 
     runs = [tmp_path / name for name in ("clean", "faulty")]
     for run, value in zip(runs, (1.0, 1.0000001), strict=True):

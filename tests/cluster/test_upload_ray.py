@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.base.storage.store import Store
 from nanoray.checkpoint.manifest import MANIFEST
+from nanoray.machine.storage.store import Store
 from tests.harness.cluster import (
     Cluster,
     assert_same_run,

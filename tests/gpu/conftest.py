@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanoray.bench.harness.rank_pool import RankPool, Where
-from nanoray.mesh.rendezvous import runtime_nccl_version
+from nanoray.parallel.rendezvous import runtime_nccl_version
 
 NCCL_SHARES_A_GPU = (2, 30, 3)
 

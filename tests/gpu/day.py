@@ -31,7 +31,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoray.base.atomic import write_json
 from nanoray.bench.harness.processes import (
     Child,
     ChildFailed,
@@ -40,7 +39,8 @@ from nanoray.bench.harness.processes import (
     scratch_folder,
 )
 from nanoray.bench.harness.report import Report, conditions, load_average, say
-from nanoray.host.host import available_cpus
+from nanoray.machine.atomic import write_json
+from nanoray.machine.host import available_cpus
 from tests.gpu.bundle import FOLDER, NEEDED, ROOT, how_to_get, is_there, unpack
 
 OLDEST_TORCH = (2, 11)
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"gpu_day: {how_to_get(missing)}", file=sys.stderr)
             return 2
         # Imported here: it needs what has just been unpacked.
-        from nanoray.host.gpus import discover_gpus
+        from nanoray.machine.gpus import discover_gpus
 
         gpus = [] if args.device == "cpu" else discover_gpus()
         if not gpus and args.device != "cpu":

@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanoray.base.atomic import write_json
 from nanoray.bench.harness.report import Measurement, Report, conditions, say
-from nanoray.host.choose import cannot_compile
+from nanoray.config.choose import cannot_compile
+from nanoray.machine.atomic import write_json
 from nanoray.models.fp8 import Fp8Linear, in_hardware
 from nanoray.models.kernels import chunked_cross_entropy, cross_entropy, fused_attention
 

@@ -13,10 +13,10 @@ import torch
 
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.config import load_config
 from nanoray.models.precision import LossScaler
 from nanoray.parallel import cp_blocks
-from nanoray.state.state_dict import StateDict
 from tests.gpu.conftest import backend
 from tests.harness import commands
 from tests.stress.equivalence import ADAMW, ENTRY, MODES, SGD
@@ -152,7 +152,7 @@ def test_the_fastest_micro_batch_that_fits(gpu_recipe: list[str], tmp_path: Path
     tuned = tmp_path / "tuned.yaml"
     search = ("--micro_batch_size", "auto", "--budget", "1m", "--write", str(tuned))
     out = ("--workers", "1", "--out_dir", str(tmp_path / "search"))
-    done = commands.run("nanoray.tune", *gpu_recipe, *flags, *search, *out)
+    done = commands.run("nanoray.lab.tune", *gpu_recipe, *flags, *search, *out)
     assert done.returncode == 0, done.stdout + done.stderr
     micro = load_config(str(tuned)).micro_batch_size
     assert 1024 % micro == 0

@@ -10,7 +10,7 @@ import multiprocessing
 import pytest
 import torch
 
-from nanoray.mesh.rendezvous import RankDevice, choose_backend, runtime_nccl_version
+from nanoray.parallel.rendezvous import RankDevice, choose_backend, runtime_nccl_version
 from tests.gpu.conftest import backend
 from tests.harness.nccl_assumptions import ASSUMPTIONS, Assumption, Ranks, observe
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.faults.plan import Injector
-from nanoray.mesh.mesh import join
-from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.parallel.mesh import join
+from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.elastic import TrainingGroup
 from nanoray.train.engine import Engine
 from nanoray.train.recipe import Recipe

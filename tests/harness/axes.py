@@ -14,7 +14,7 @@ import torch
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
-from nanoray.state.state_dict import StateDict
+from nanoray.checkpoint.state.state_dict import StateDict
 from tests.harness.ranks import make_spec, run_ranks, series
 from tests.stress.equivalence import ENTRY, LIMITS, LOSS, NORM, WEIGHT_LIMIT
 

@@ -25,7 +25,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from nanoray.mesh.rendezvous import open_store
+from nanoray.parallel.rendezvous import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 # For a Ray head, a node or a run to come up, on a machine that is busy with other tests
@@ -51,8 +51,8 @@ forkserver = _Context()
 # imported. But what it imports in turn is, which is two fifths of its time.
 _TORCH = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard"]
 _OF_RAY = ["requests", "jsonschema", "google.protobuf.internal.builder", "filelock", "msgpack"]
-_OURS = ["nanoray.train.rank", "nanoray.train.report", "nanoray.cli", "nanoray.own.program"]
-_OURS += ["nanoray.own.engine"]
+_OURS = ["nanoray.train.rank", "nanoray.train.report", "nanoray.cli", "nanoray.script.program"]
+_OURS += ["nanoray.script.engine"]
 _OF_BENCH = ["nanoray.bench.arm", "tests.stress.equivalence", "matplotlib.pyplot"]
 # A rank whose function stands in a file of tests imports that file, and what it imports.
 _OF_TESTS = ["pytest", "hypothesis", __name__]

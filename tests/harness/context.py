@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoray.base.compat import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 from nanoray.data.sequence_part import SequencePart
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.mesh import Mesh
+from nanoray.machine.compat import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 from nanoray.parallel import cp, cp_blocks
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.mesh import Mesh
 from tests.stress import equivalence
 
 Emit = Callable[[Any], None]

@@ -16,9 +16,9 @@ from typing import Any
 
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.faults.progress import ProgressFile
-from nanoray.mesh.backends import reports_lost_peers
-from nanoray.mesh.mesh import abort_groups
-from nanoray.mesh.rendezvous import Order, Rendezvous, open_store
+from nanoray.parallel.backends import reports_lost_peers
+from nanoray.parallel.mesh import abort_groups
+from nanoray.parallel.rendezvous import Order, Rendezvous, open_store
 from tests.harness.commands import forkserver
 
 NOTICE_S = 0.1  # from a loss to the order to abort, as in nanoray/launch/recovery/drain.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from nanoray.mesh.layout import Layout
+from nanoray.config.layout import Layout
 
 
 def factorizations(ranks: int, experts: bool = False, tokens: int = 0) -> set[Layout]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from nanoray.checkpoint import files
 from nanoray.checkpoint.export import weights_file
 from nanoray.checkpoint.gpt2 import PREFIX, weights_of
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.state.state_dict import StateDict
 
 # Before transformers is imported: no test asks the hub for anything
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.state.train_state import TrainState
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.cifar10 import generate, store
 from nanoray.data.dataset import DatasetInfo
-from nanoray.mesh.axis import data_axis
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.precision import LossScaler
 from nanoray.models.resnet import ResNet, ResNetShape
+from nanoray.parallel.axis import data_axis
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.start.folder import open_run
-from nanoray.state.train_state import TrainState
 from nanoray.train.fetch import share
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards

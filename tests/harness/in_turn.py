@@ -11,10 +11,10 @@ from typing import Any
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
-from nanoray.mesh.mesh import abandon_groups
-from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.own.program import Program
-from nanoray.own.run import Run
+from nanoray.parallel.mesh import abandon_groups
+from nanoray.parallel.rendezvous import Rendezvous
+from nanoray.script.program import Program
+from nanoray.script.run import Run
 from tests.harness.ranks import run_ranks
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import nanoray
 from nanoray import errors
-from nanoray.base import metrics
 from nanoray.cli.catalog import COMMANDS
 from nanoray.config import Config
+from nanoray.machine import metrics
 from tests.harness.parsers import find_parsers
 
 ROOT = Path(nanoray.__file__).parent.parent
@@ -65,12 +65,12 @@ def rows_of_conflicts() -> Iterator[str]:
 
 def presets() -> Iterator[str]:
     """Each preset with its values, and each topology."""
-    for path in sorted((ROOT / "nanoray/presets").iterdir()):
+    for path in sorted((ROOT / "nanoray/config/presets").iterdir()):
         for line in path.read_text(encoding="utf-8").splitlines():
             value = line.split(" #")[0].strip()
             if value and not value.startswith("#"):
                 yield f"{path.stem} {value}"
-    for path in sorted((ROOT / "nanoray/topologies").iterdir()):
+    for path in sorted((ROOT / "nanoray/config/topologies").iterdir()):
         yield f"topology {path.stem}"
 
 

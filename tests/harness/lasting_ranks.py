@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from nanoray.checkpoint.run import RunSpec
-from nanoray.mesh.rendezvous import Rendezvous, open_store
+from nanoray.parallel.rendezvous import Rendezvous, open_store
 from tests.harness.commands import forkserver
 
 Train = Callable[..., dict[str, Any]]  # nanoray.train.rank.train, or a Program
@@ -104,7 +104,7 @@ def _serve(line: Any) -> None:
     """Train one run after the other, until the line is closed."""
     import torch
 
-    from nanoray.mesh.mesh import abandon_groups
+    from nanoray.parallel.mesh import abandon_groups
     from nanoray.train import rank as one_rank
 
     while True:

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.base.environment import environment
 from nanoray.faults.cause import is_collective_error
-from nanoray.mesh.backends import load_backend, settings_for_aborts
-from nanoray.mesh.mesh import Mesh, abandon_groups, abort_groups, collectives_started, join
-from nanoray.mesh.rendezvous import Rendezvous, open_store
+from nanoray.machine.environment import environment
+from nanoray.parallel.backends import load_backend, settings_for_aborts
+from nanoray.parallel.mesh import Mesh, abandon_groups, abort_groups, collectives_started, join
+from nanoray.parallel.rendezvous import Rendezvous, open_store
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOST = 1  # the rank that ends, of two

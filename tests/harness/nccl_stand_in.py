@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoray.mesh.wire import SealedStore
+from nanoray.parallel.wire import SealedStore
 
 NAME = "stand_in"
 BACKEND = f"{__name__}:{NAME}"  # the value of --backend

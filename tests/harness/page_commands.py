@@ -18,8 +18,8 @@ from pathlib import Path
 
 from nanoray.cli import parse_args
 from nanoray.cli.catalog import COMMANDS
-from nanoray.start.opening import Opening
-from nanoray.tune.__main__ import with_recipe
+from nanoray.cli.opening import Opening
+from nanoray.lab.tune.__main__ import with_recipe
 from tests.harness.manifests import require_kubectl
 from tests.harness.parsers import RUNS, find_parsers
 

@@ -11,13 +11,13 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Piece
 from nanoray.models import moe
 from nanoray.parallel import ep, pp, stream, tp, tp_experts
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.buckets import Bucket, Buckets
 from nanoray.parallel.fsdp import FSDP
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import Piece
 from tests.stress import equivalence
 
 

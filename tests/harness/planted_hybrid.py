@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.mesh.mesh import Mesh
 from nanoray.parallel import hybrid
 from nanoray.parallel.hybrid import Groups, Sum
+from nanoray.parallel.mesh import Mesh
 from tests.harness.planted import measure_rank
 
 

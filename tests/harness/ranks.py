@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.checkpoint.run import RunSpec
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
-from nanoray.start.folder import open_run
 from tests.harness.lasting_ranks import LastingRanks
 
 TINY = {

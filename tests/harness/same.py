@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoray.mesh.memory import bytes_of
+from nanoray.machine.tensor_memory import bytes_of
 
 
 def same(a: Any, b: Any) -> bool:

@@ -44,7 +44,7 @@ from nanoray.launch.recovery.rank_end import end_process
 from nanoray.launch.recovery.worker import ORPHAN_CODE, Heartbeat
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.parallel.rendezvous import Rendezvous
 
 NOTICE_S = 0.02  # from a death until its peers' collectives fail
 ABORT_S = 0.03  # from an order to abort until the rank has left its group

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.config import make_config
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
+from nanoray.config.layout import Layout
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.precision import LossScaler
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from tests.stress.equivalence import small_gpt
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanoray.host.interfaces import free_port
+from nanoray.machine.interfaces import free_port
 
 RANKS = 2
 STEPS = 10  # of a turn

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from nanoray.host.host import available_cpus, cpu_name
+from nanoray.machine.host import available_cpus, cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "versions.json"

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from nanoray.mesh.rendezvous import Rendezvous, open_store
+from nanoray.parallel.rendezvous import Rendezvous, open_store
 from tests.harness.commands import forkserver
 
 SETTINGS: dict[str, Any] = {
@@ -131,8 +131,8 @@ def _run(
     """Train a case in parts, each of which resumes the one before. (all ranks)"""
     from nanoray.checkpoint.find import newest_valid
     from nanoray.checkpoint.run import RunSpec
-    from nanoray.mesh.mesh import abandon_groups
-    from nanoray.own.program import Program
+    from nanoray.parallel.mesh import abandon_groups
+    from nanoray.script.program import Program
 
     found = Found()
     stops = (*case.stops, 0)
@@ -184,10 +184,10 @@ def open_case(folder: Path, case: Case) -> Any:
 
 
 def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
+    from nanoray.cli.folder import open_run
     from nanoray.config import make_config
     from nanoray.data.dataset import own_data
-    from nanoray.own.settings import DEFAULTS
-    from nanoray.start.folder import open_run
+    from nanoray.script.settings import DEFAULTS
 
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}
     spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), own_data(), time.time())
@@ -196,7 +196,7 @@ def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
 
 def train_case(run: Any, case: Case) -> None:
     """What a script does: a model, its optimizer, its data."""
-    from nanoray.own.engine import RuntimeEngine
+    from nanoray.script.engine import RuntimeEngine
     from tests.harness.zoo import BY_NAME
 
     exhibit = BY_NAME[case.exhibit]

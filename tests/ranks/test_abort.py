@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.faults.cause import is_collective_error
-from nanoray.mesh.mesh import Mesh, abandon_groups, abort_groups
-from nanoray.mesh.wire import SealedStore
 from nanoray.parallel.ddp import apply_ddp
+from nanoray.parallel.mesh import Mesh, abandon_groups, abort_groups
 from nanoray.parallel.plan import Plan
+from nanoray.parallel.wire import SealedStore
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import make_spec
 from tests.ranks.test_mirror import RECIPE, Clean, clean, ended_well, fired

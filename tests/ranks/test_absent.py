@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanoray.checkpoint.find import newest_valid
-from nanoray.own.absent import AbsentGradients
-from nanoray.own.program import Program
+from nanoray.script.absent import AbsentGradients
+from nanoray.script.program import Program
 from tests.harness.elastic import run_elastic
 from tests.harness.zoo import BY_NAME
 from tests.harness.zoo_ranks import Case, open_case, run_cases, train_case
@@ -113,8 +113,8 @@ def test_a_rank_is_lost_in_a_step_that_leaves_gradients_absent(
 
 def test_a_state_that_a_rollback_leaves_behind_is_forgotten() -> None:
     """A parameter without state in the checkpoint has none afterwards."""
-    from nanoray.mesh.pieces import whole_shards
-    from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+    from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+    from nanoray.parallel.pieces import whole_shards
 
     model = BY_NAME[BRANCH].model()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nanoray.mesh import algorithms
-from nanoray.mesh.algorithms import ALGORITHMS, AsyncAllReduce
-from nanoray.mesh.rendezvous import open_store
+from nanoray.parallel import algorithms
+from nanoray.parallel.algorithms import ALGORITHMS, AsyncAllReduce
+from nanoray.parallel.rendezvous import open_store
 from tests.harness.commands import forkserver
 
 NO_NEIGHBOURS = [1, 2, 4]  # a group whose ranks are not 0..n-1

@@ -12,7 +12,7 @@ import torch
 from nanoray.bench import algorithms as bench
 from nanoray.bench.__main__ import main
 from nanoray.bench.harness.report import Report, conditions
-from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.mesh import Mesh
 
 
 def event(algorithm: str, size: int, time_us: list[float], **more: Any) -> dict[str, Any]:

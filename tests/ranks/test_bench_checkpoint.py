@@ -37,7 +37,7 @@ from nanoray.bench.checkpoint import (
 )
 from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Report
-from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.mesh import Mesh
 
 FLAGS = ["checkpoint", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--quick"]
 

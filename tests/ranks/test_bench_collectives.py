@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench import collectives
 from nanoray.bench.__main__ import main
 from nanoray.bench.collectives import (
@@ -26,6 +25,7 @@ from nanoray.bench.collectives import (
 )
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.bench.harness.report import Measurement, Report, number
+from nanoray.machine.metrics import algbw_gbps, busbw_factor
 
 HERE = "tests.ranks.test_bench_collectives"
 ORDER = {

@@ -15,9 +15,9 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import layouts
 from nanoray.bench.layouts import Here, arms_of
 from nanoray.bench.simulate import ERROR, MEASURED, PREDICTED
+from nanoray.cli.forecast.fit import Fit
 from nanoray.config import load_config
-from nanoray.forecast.fit import Fit
-from nanoray.mesh.layout import Layout
+from nanoray.config.layout import Layout
 
 CONFIG = load_config(preset="shakespeare-cpu")
 FREE = Fit("backend", 2, 0.0, 0.0, (0.0,), 1, 2)

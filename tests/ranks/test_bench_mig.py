@@ -17,7 +17,7 @@ from nanoray.bench.engine import time_rank
 from nanoray.bench.harness.report import Report
 from nanoray.bench.simulate import VOCAB
 from nanoray.config import load_config
-from nanoray.host.device import Device
+from nanoray.machine.device import Device
 from nanoray.models.gpt import GPT, ModelShape
 from tests.unit.test_devices import FakeNvml, discover_gpus, h200
 

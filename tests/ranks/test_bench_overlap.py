@@ -25,10 +25,10 @@ from nanoray.bench.overlap import (
     arms_of,
 )
 from nanoray.config import load_config
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
+from nanoray.config.layout import Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
+from nanoray.parallel.mesh import Mesh
 
 FLAGS = [
     "communication",

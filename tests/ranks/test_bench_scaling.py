@@ -23,9 +23,9 @@ from nanoray.bench.harness.rank_pool import RankPool, Where
 from nanoray.bench.harness.report import Report
 from nanoray.bench.scaling import RANKS
 from nanoray.bench.simulate import ERROR, MEASURED, PREDICTED, VOCAB, gradient_buckets, model_work
+from nanoray.cli.forecast.fit import Fit
+from nanoray.cli.forecast.links import load_topology
 from nanoray.config import load_config
-from nanoray.forecast.fit import Fit
-from nanoray.forecast.links import load_topology
 from nanoray.models.costs import count_parameters, flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.base.atomic import read_json_lines
 from nanoray.checkpoint.files import find_all
 from nanoray.errors import ConfigError
+from nanoray.machine.atomic import read_json_lines
 
 STEPS = 4
 HOOKS = ("on_run_start", "on_step_end", "on_eval_end", "on_checkpoint", "on_run_end")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.tools import check, check_script
+from nanoray.lab import check, check_script
 from tests.harness.commands import start_process
 
 # One script with a mistake of each kind. The words behind -- choose it.

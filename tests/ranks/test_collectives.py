@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import torch
 
-from nanoray.mesh.mesh import Mesh, collectives_started
-from nanoray.mesh.rendezvous import open_store
+from nanoray.parallel.mesh import Mesh, collectives_started
+from nanoray.parallel.rendezvous import open_store
 from tests.harness.commands import wait_for as until
 from tests.ranks.test_strangers import both
 

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from nanoray.bench.harness.rank_pool import RankPool, Where
 from nanoray.checkpoint.find import newest_rank_states
 from nanoray.checkpoint.run import RunSpec
-from nanoray.mesh.algorithms import ALGORITHMS
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
-from nanoray.trace.recorder import (
+from nanoray.observe.trace.recorder import (
     Clock,
     Collective,
     CommRecorder,
@@ -28,6 +26,8 @@ from nanoray.trace.recorder import (
     measure_offsets,
     queue_starts,
 )
+from nanoray.parallel.algorithms import ALGORITHMS
+from nanoray.parallel.mesh import Mesh
 from nanoray.train.report import comm_lines
 from tests.harness.ranks import make_spec, run_ranks, series
 
@@ -271,7 +271,7 @@ def test_moments_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monk
     """No GPU here: the arithmetic only. An event 20 ms before the anchor was 0.02 s before it."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr("nanoray.trace.recorder.time.perf_counter", lambda: 77.0)
+    monkeypatch.setattr("nanoray.observe.trace.recorder.time.perf_counter", lambda: 77.0)
     clock = Clock(torch.device("cuda:0"))
     first, second = clock.now(), clock.now()
     clock.anchor()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.data.dataset import DatasetInfo
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.program import Program
-from nanoray.own.run import Run
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.program import Program
+from nanoray.script.run import Run
 from tests.harness.images import image_spec, small_dataset
 from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import run_ranks, series

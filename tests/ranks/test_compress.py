@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import make_config
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from tests.harness.axes import Runs
 from tests.ranks.conftest import Pools

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.tools.sample import main as sample
+from nanoray.cli.sample import main as sample
 from tests.harness.axes import Runs, final, require_one_process, run
 from tests.harness.context import BUGS, WRONG_ATTENTION
 from tests.harness.ranks import series

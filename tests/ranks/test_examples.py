@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoray.checkpoint.__main__ import main as checkpoint
-from nanoray.checkpoint.import_weights import main as weights
+from nanoray.cli.checkpoint import main as checkpoint
+from nanoray.cli.weights import main as weights
 from tests.harness.commands import run
 from tests.harness.foreign import written_gpt2
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nanoray.checkpoint.run import RunSpec
-from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.train.engine import Engine
 from nanoray.train.rank import train
 from tests.harness.lasting_ranks import LastingRanks

@@ -19,8 +19,8 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import resolve_batch
 from nanoray.errors import NanorayError, StateDiverged, TrainingDiverged
 from nanoray.faults.progress import ProgressFile
-from nanoray.mesh.rendezvous import Order
 from nanoray.models.precision import LossScaler
+from nanoray.parallel.rendezvous import Order
 from nanoray.train.engine import Engine
 from nanoray.train.guard.guards import (
     MANY_OVERFLOWS,

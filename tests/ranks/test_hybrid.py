@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.state.train_state import TrainState
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.train import engine
 from nanoray.train.guard import replicas
 from tests.harness.axes import equal, final, require_one_process, run

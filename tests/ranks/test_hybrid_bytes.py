@@ -10,10 +10,10 @@ import pytest
 from nanoray.bench.engine import COMMUNICATION, MEMORY_ENTRY, TIME_ENTRY, order_of
 from nanoray.bench.simulate import VOCAB
 from nanoray.bench.strategies import HYBRID, KEPT, MODES, configuration
+from nanoray.cli.forecast.job import job_of
+from nanoray.cli.forecast.traffic import talks_of
 from nanoray.config import Config, resolve_batch
-from nanoray.forecast.job import job_of
-from nanoray.forecast.traffic import talks_of
-from nanoray.mesh.layout import Layout
+from nanoray.config.layout import Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 from tests.ranks.conftest import Pools

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.base.proc import start_time, stat_of
 from nanoray.checkpoint.find import newest_valid
+from nanoray.machine.proc import start_time, stat_of
 from tests.harness.commands import Command, torchrun
 
 ONE_THREAD = dict(os.environ) | {"OMP_NUM_THREADS": "1"}

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanoray.checkpoint.run import RunSpec
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from tests.harness.axes import equal, final
 from tests.harness.elastic import Outcome, run_elastic

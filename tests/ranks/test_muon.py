@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.tools.sample import main as sample
+from nanoray.cli.sample import main as sample
 from tests.harness.axes import Runs, final
 from tests.harness.ranks import series
 

@@ -28,8 +28,8 @@ from torch.utils.data import (
 
 from nanoray import Counted
 from nanoray.data.order import EpochOrder, mix
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.run import Run
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
 from tests.harness.ranks import series
 from tests.ranks.test_own import network, open_own, points

@@ -16,8 +16,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import DataFailed
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.run import Run
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
 from tests.ranks.test_own import network, open_own, points
 

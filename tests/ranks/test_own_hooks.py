@@ -18,14 +18,14 @@ from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.own.data.source import OwnData
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.program import Program
-from nanoray.own.run import Run
-from nanoray.own.settings import DEFAULTS
-from nanoray.start.folder import open_run
+from nanoray.script.data.source import OwnData
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.program import Program
+from nanoray.script.run import Run
+from nanoray.script.settings import DEFAULTS
 from tests.harness import own_runs
 from tests.harness.lasting_ranks import LastingRanks
 

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.cli.checkpoint import main as checkpoint
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.mesh.memory import bytes_of
-from nanoray.own.data.source import OwnData
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.program import Program
-from nanoray.own.run import Run
-from nanoray.own.settings import DEFAULTS
-from nanoray.start.folder import open_run
-from nanoray.state.state_dict import StateDict
+from nanoray.machine.tensor_memory import bytes_of
+from nanoray.script.data.source import OwnData
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.program import Program
+from nanoray.script.run import Run
+from nanoray.script.settings import DEFAULTS
 from tests.harness import own_runs
 from tests.harness.elastic import run_elastic
 from tests.harness.keepers import KEEPERS

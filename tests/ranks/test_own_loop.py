@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.host.interfaces import free_port
+from nanoray.machine.interfaces import free_port
 from tests.harness.commands import Command, run, torchrun
 from tests.harness.ranks import only_run
 

@@ -17,16 +17,16 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.run import RunSpec
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
-from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.own.data.source import OwnData
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.program import Program
-from nanoray.own.run import Run
-from nanoray.own.settings import DEFAULTS
-from nanoray.start.folder import open_run
+from nanoray.parallel.rendezvous import Rendezvous
+from nanoray.script.data.source import OwnData
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.program import Program
+from nanoray.script.run import Run
+from nanoray.script.settings import DEFAULTS
 from tests.harness import optimizers as styles
 from tests.harness import own_runs
 from tests.harness.elastic import run_elastic

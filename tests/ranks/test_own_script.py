@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 import nanoray
 from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import ConfigError
-from nanoray.own.data.source import OwnData
-from nanoray.own.engine import RuntimeEngine
+from nanoray.script.data.source import OwnData
+from nanoray.script.engine import RuntimeEngine
 from tests.harness.commands import run, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 from nanoray import Weighted
 from nanoray.models.weighted import mean_of
-from nanoray.own.data.source import OwnData
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.run import Run
+from nanoray.script.data.source import OwnData
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
 from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import series

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import whole_shards
-from nanoray.train.watch.dangers import PRECISION
-from nanoray.train.watch.precision_stats import PrecisionStats
+from nanoray.observe.watch.dangers import PRECISION
+from nanoray.observe.watch.precision_stats import PrecisionStats
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import whole_shards
 from tests.harness.axes import Runs
 from tests.harness.ranks import records
 

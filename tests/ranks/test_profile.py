@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nanoray.trace.__main__ import main
-from nanoray.trace.profiles import ALL, FOLDER, KEY, merge, read_profiles
+from nanoray.observe.trace.__main__ import main
+from nanoray.observe.trace.profiles import ALL, FOLDER, KEY, merge, read_profiles
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from nanoray.base.proc import session_members
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -27,6 +26,7 @@ from nanoray.bench.harness.rank_pool import (
 )
 from nanoray.bench.harness.report import Report
 from nanoray.errors import ConfigError, PlacementError
+from nanoray.machine.proc import session_members
 from tests.harness.commands import Command, run, wait_for
 from tests.harness.ports import free_port
 

@@ -19,11 +19,11 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.tensorfile import read_file, tensors_in
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
-from nanoray.tools.replay import bisect
-from nanoray.tools.replay.__main__ import main as replay
-from nanoray.tools.replay.again import QUIETLY, doubts, reenact
-from nanoray.tools.replay.past import read_past, tensors_apart
-from nanoray.tools.replay.player import InTurn
+from nanoray.lab.replay import bisect
+from nanoray.lab.replay.__main__ import main as replay
+from nanoray.lab.replay.again import QUIETLY, doubts, reenact
+from nanoray.lab.replay.past import read_past, tensors_apart
+from nanoray.lab.replay.player import InTurn
 from nanoray.train.guard.certificate import read
 from nanoray.train.guard.replicas import hash_tensors
 from tests.harness.ranks import make_spec, run_ranks

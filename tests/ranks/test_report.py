@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nanoray.__main__ import main as command
-from nanoray.tools.report.__main__ import main
-from nanoray.tools.report.charts import POINTS, running_mean, thinned
-from nanoray.trace.accounts import accounts_of
+from nanoray.observe.report.__main__ import main
+from nanoray.observe.report.charts import POINTS, running_mean, thinned
+from nanoray.observe.trace.accounts import accounts_of
 from tests.harness.commands import run, torchrun
 
 HOSTILE = "</pre><script>document.title = 'taken'</script><img src=http://example.org/x.png>"

@@ -19,12 +19,12 @@ from torch import nn
 from nanoray.checkpoint.find import newest_rank_states
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import DataError
-from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.own.data.source import OwnData, source_of
-from nanoray.own.data.stream import KEPT, Stream, pack, unpack
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.program import Program
-from nanoray.own.run import Run
+from nanoray.parallel.rendezvous import Rendezvous
+from nanoray.script.data.source import OwnData, source_of
+from nanoray.script.data.stream import KEPT, Stream, pack, unpack
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.program import Program
+from nanoray.script.run import Run
 from tests.harness import elastic
 from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, series

@@ -14,11 +14,11 @@ import torch
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
+from nanoray.lab.inspect.__main__ import main
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.tools.inspect.__main__ import main
-from nanoray.train.watch import dangers as told
-from nanoray.train.watch import statistics
-from nanoray.train.watch.statistics import Statistics, attention_of, dead_share
+from nanoray.observe.watch import dangers as told
+from nanoray.observe.watch import statistics
+from nanoray.observe.watch.statistics import Statistics, attention_of, dead_share
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 

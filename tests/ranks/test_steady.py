@@ -13,10 +13,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoray.checkpoint.run import RunSpec
+from nanoray.cli.folder import open_run
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
-from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.start.folder import open_run
+from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.train.rank import train
 from tests.harness.alone import engine_of
 from tests.harness.ranks import make_spec, run_ranks

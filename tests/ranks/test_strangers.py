@@ -23,9 +23,9 @@ from torch.distributed import TCPStore
 
 import nanoray
 from nanoray.errors import RendezvousError
-from nanoray.mesh import wire
-from nanoray.mesh.mesh import Mesh, join
-from nanoray.mesh.rendezvous import Rendezvous, open_store
+from nanoray.parallel import wire
+from nanoray.parallel.mesh import Mesh, join
+from nanoray.parallel.rendezvous import Rendezvous, open_store
 from tests.harness.commands import forkserver
 from tests.harness.parsing import parse
 

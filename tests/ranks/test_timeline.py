@@ -17,13 +17,13 @@ import torch
 
 from nanoray.bench.harness.rank_pool import RankPool, Where
 from nanoray.checkpoint.run import RunSpec
-from nanoray.mesh.mesh import Mesh
-from nanoray.trace.__main__ import main, read_steps
-from nanoray.trace.log import LATE_TIMES, CommLog, Totals, merge
-from nanoray.trace.recorder import ClockOffset, CommRecorder
-from nanoray.trace.timeline import chrome_trace, draw, newest_window
+from nanoray.observe.trace.__main__ import main, read_steps
+from nanoray.observe.trace.log import LATE_TIMES, CommLog, Totals, merge
+from nanoray.observe.trace.recorder import ClockOffset, CommRecorder
+from nanoray.observe.trace.timeline import chrome_trace, draw, newest_window
+from nanoray.observe.watch.tracing import Tracing
+from nanoray.parallel.mesh import Mesh
 from nanoray.train.report import comm_lines
-from nanoray.train.watch.tracing import Tracing
 from tests.harness.ranks import make_spec, run_ranks, series
 
 
@@ -234,10 +234,10 @@ def test_each_group_names_its_buckets(tmp_path: Path) -> None:
 
 def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
     """Trace three steps of one all-reduce each, on ranks that take themselves for different hosts."""
-    import nanoray.trace.recorder
-    import nanoray.train.watch.tracing
+    import nanoray.observe.trace.recorder
+    import nanoray.observe.watch.tracing
 
-    for module in (nanoray.trace.recorder, nanoray.train.watch.tracing):
+    for module in (nanoray.observe.trace.recorder, nanoray.observe.watch.tracing):
         module.clock_domain = lambda: f"host{mesh.rank}"
     recorder = CommRecorder(mesh, every=1)
     log = CommLog(Path(order["folder"]) / "comm", 0, 0) if mesh.rank == 0 else None
@@ -358,7 +358,7 @@ def test_a_run_without_traces_says_how_to_get_them(
 
 def test_a_resumed_run_has_each_step_once(spec: RunSpec) -> None:
     """Resumed from step 12: steps 13 and 14 are traced again, and stand in the file once."""
-    from nanoray.start.folder import open_run
+    from nanoray.cli.folder import open_run
 
     config = spec.config.model_copy(
         update={"resume": str(spec.folder), "max_steps": 16, "faults": "", "checkpoint_every": 0}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nanoray.checkpoint.run import RunSpec
-from nanoray.tools.sample import main as sample
+from nanoray.cli.sample import main as sample
 from nanoray.train import rank as one_rank
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.ranks import make_spec, series

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanoray.checkpoint.find import newest_valid
-from nanoray.tools.sample import main as sample
+from nanoray.cli.sample import main as sample
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools

@@ -24,18 +24,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.base.metrics import METRICS
 from nanoray.checkpoint.run import RunSpec
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.program import Program
-from nanoray.own.run import Run
-from nanoray.own.settings import DEFAULTS
-from nanoray.start.folder import open_run
-from nanoray.train.track.tracker import Results, Tracker
-from nanoray.train.track.tracking import Tracking, require_tracker
+from nanoray.machine.metrics import METRICS
+from nanoray.observe.track.tracker import Results, Tracker
+from nanoray.observe.track.tracking import Tracking, require_tracker
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.program import Program
+from nanoray.script.run import Run
+from nanoray.script.settings import DEFAULTS
 from tests.harness import own_runs
 from tests.harness.commands import run
 from tests.harness.packages import needs

@@ -16,13 +16,13 @@ import torch
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
-from nanoray.mesh.mesh import join
-from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.parallel.mesh import join
+from nanoray.parallel.rendezvous import Order, Rendezvous
 from tests.harness.commands import run, torchrun
 from tests.harness.ranks import make_spec, run_ranks
 
 if TYPE_CHECKING:
-    from nanoray.tune.trials import Trials
+    from nanoray.lab.tune.trials import Trials
 
 BATCH = {"global_batch_size": 12, "grad_accum_steps": 0}
 # What two ranks may do otherwise, with the same losses
@@ -55,10 +55,10 @@ def trials_of(
 ) -> Trials:
     """Return what measures choices, as a search has it. (all ranks)"""
     from nanoray.faults.plan import Injector
+    from nanoray.lab.tune.rank import here_of
+    from nanoray.lab.tune.subject import TuneSubject
+    from nanoray.lab.tune.trials import Trials
     from nanoray.train.rank import meet_group, prepare_process
-    from nanoray.tune.rank import here_of
-    from nanoray.tune.subject import TuneSubject
-    from nanoray.tune.trials import Trials
 
     prepare_process(spec, rendezvous)
     mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
@@ -192,7 +192,7 @@ def only_search(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
 def test_a_search_ends_with_a_recipe(text: Path, tmp_path: Path) -> None:
     written = tmp_path / "mine.yaml"
     flags = ["--budget", "4s", "--write", str(written), *flags_of(text, tmp_path)]
-    done = run("nanoray.tune", "tiny", *flags, env=NO_COMPILER)
+    done = run("nanoray.lab.tune", "tiny", *flags, env=NO_COMPILER)
     assert done.returncode == 0, done.stderr
     assert "tuned  " in done.stdout
     search, lines = only_search(tmp_path)
@@ -207,7 +207,7 @@ def test_micro_batch_size_auto_searches_the_micro_batch_alone(text: Path, tmp_pa
     written = tmp_path / "mine.yaml"
     flags = ["--micro_batch_size", "auto", "--dropout", "0.1", "--write", str(written)]
     flags += ["--budget", "4s", *flags_of(text, tmp_path)]
-    done = run("nanoray.tune", "tiny", *flags, env=NO_COMPILER)
+    done = run("nanoray.lab.tune", "tiny", *flags, env=NO_COMPILER)
     assert done.returncode == 0, done.stderr
     _, lines = only_search(tmp_path)
     for line in lines:
@@ -225,7 +225,7 @@ def short(logits, *args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return real(logits, *args, **kwargs)
 torch.nn.functional.cross_entropy = short
-from nanoray.tune.__main__ import main
+from nanoray.lab.tune.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.base.storage.store import Store
 from nanoray.checkpoint.files import load, peek
 from nanoray.checkpoint.manifest import MANIFEST
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.errors import ConfigError
+from nanoray.machine.storage.store import Store
 from tests.harness.commands import Command, run
 from tests.harness.packages import needs
 from tests.harness.s3 import (

@@ -26,11 +26,11 @@ from nanoray.checkpoint import writer
 from nanoray.checkpoint.files import load
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.writer import AttemptOver, CheckpointWriter
 from nanoray.errors import CheckpointError
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Piece
-from nanoray.state.state_dict import StateDict
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import Piece
 from nanoray.train.agree import find_checkpoint
 from tests.harness.alone import engine_of
 from tests.harness.commands import Command, forkserver, killed_saves

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanoray.own.data.source import OwnData
+from nanoray.script.data.source import OwnData
 from tests.harness.zoo import BY_NAME, SKIPS, ZOO
 from tests.harness.zoo_ranks import SETTINGS, Case, Found, make_optimizer, run_cases
 

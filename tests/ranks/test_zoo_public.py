@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import newest_valid
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.models.dropout import derive_seed, seed_generators
-from nanoray.own.data.source import OwnData
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.program import Program
-from nanoray.own.run import Run
-from nanoray.own.settings import DEFAULTS
-from nanoray.start.folder import open_run
+from nanoray.script.data.source import OwnData
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.program import Program
+from nanoray.script.run import Run
+from nanoray.script.settings import DEFAULTS
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.zoo import SKIPS
 from tests.harness.zoo_packages import PACKAGES, TIMM

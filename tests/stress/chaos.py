@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.proc import stat_of
 from nanoray.bench.harness.processes import Child, send_signal
 from nanoray.faults.cause import Failure
 from nanoray.faults.progress import LEFT, ProgressFile
+from nanoray.machine.proc import stat_of
 from tests.stress.cluster import POLL_S, NodeCluster
 
 KILL = "kill rank"

@@ -23,7 +23,7 @@ from nanoray.bench.harness.processes import (
     python_in,
     ray_head,
 )
-from nanoray.host.slots import Slots
+from nanoray.machine.slots import Slots
 
 MOST_FAILED_STARTS = 3  # of nodes, until a cluster is given up
 POLL_S = 0.1

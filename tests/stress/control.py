@@ -27,15 +27,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.report import Measurement, Report, markdown, number
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport, consequences_of
 from nanoray.faults.hang import Position, Watchdog, behind
-from nanoray.host.slots import local_slots
 from nanoray.launch.connection import connected
 from nanoray.launch.recovery.worker_group import SETTLE_S
+from nanoray.machine.slots import local_slots
+from nanoray.machine.text import aligned
 from tests.stress.crowd import Crowd, Stage, end_hung
 
 # The largest exponent that counts as linear: a constant part lowers it, cold caches raise it

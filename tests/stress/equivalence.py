@@ -31,7 +31,7 @@ from nanoray.parallel.schedules import SCHEDULES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanoray.mesh.mesh import Mesh
+    from nanoray.parallel.mesh import Mesh
 
 ENTRY = "tests.stress.equivalence:measure_rank"
 SGD = {"optimizer": "sgd", "grad_clip": 0.0, "lr": 0.1}
@@ -466,7 +466,7 @@ def whole_weights(arm: Arm) -> list[Tensor]:
     """Return the model's weights as one process holds them, on CPU. (all ranks)"""
     from torch.distributed.tensor import DTensor
 
-    from nanoray.mesh.pieces import Piece, fill, is_cut, whole_pieces
+    from nanoray.parallel.pieces import Piece, fill, is_cut, whole_pieces
 
     # Sharded weights are gathered by torch's own DTensor: on the host where gloo does it, which
     # reads a GPU's addresses as the host's.

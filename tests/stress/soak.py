@@ -21,8 +21,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
@@ -38,9 +36,11 @@ from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import local_slots
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.slots import local_slots
+from nanoray.machine.text import aligned
 from tests.harness import leaks
 from tests.stress.chaos import (
     FAST_HEALTH,

@@ -34,19 +34,19 @@ from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
 from nanoray.bench.ladder import random_tokens
 from nanoray.checkpoint.run import RunSpec
+from nanoray.cli.folder import open_run
 from nanoray.config import load_config
 from nanoray.config.load import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.prepare import prepare
-from nanoray.host.gpus import discover_gpus
-from nanoray.start.folder import open_run
+from nanoray.machine.gpus import discover_gpus
 
 if TYPE_CHECKING:
-    from nanoray.mesh.mesh import Mesh
-    from nanoray.own.run import Run
-    from nanoray.tune.knobs import Choice, TunedRun
-    from nanoray.tune.subject import TuneSubject
-    from nanoray.tune.trials import Trials
+    from nanoray.lab.tune.knobs import Choice, TunedRun
+    from nanoray.lab.tune.subject import TuneSubject
+    from nanoray.lab.tune.trials import Trials
+    from nanoray.parallel.mesh import Mesh
+    from nanoray.script.run import Run
 
 PRESENT = "as it is"
 TUNED = "tuned"
@@ -89,7 +89,7 @@ def resnet(run: Run) -> None:
     from torch import nn
 
     from nanoray.models.resnet import ResNet, ResNetShape
-    from nanoray.own.engine import RuntimeEngine
+    from nanoray.script.engine import RuntimeEngine
 
     class Classifier(nn.Module):
         def __init__(self) -> None:
@@ -114,7 +114,7 @@ def encoder(run: Run) -> None:
     import torch
     from torch import nn
 
-    from nanoray.own.engine import RuntimeEngine
+    from nanoray.script.engine import RuntimeEngine
 
     source = torch.Generator().manual_seed(0)
     x = torch.randn(256, 32, 64, generator=source)
@@ -233,7 +233,7 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
         preset = str(values.pop("preset", subject))
         config = load_config(preset=preset, overrides=values)
         return open_run(config, prepare(config), started)
-    from nanoray.own.settings import DEFAULTS
+    from nanoray.script.settings import DEFAULTS
 
     values = DEFAULTS | {
         "name": subject,
@@ -265,13 +265,13 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Search, walk the grid, and compare. (all ranks)"""
     import torch
 
-    from nanoray.mesh.rendezvous import Order, Rendezvous
+    from nanoray.lab.tune.knobs import words
+    from nanoray.lab.tune.rank import here_of
+    from nanoray.lab.tune.search import Search
+    from nanoray.lab.tune.subject import TuneSubject
+    from nanoray.lab.tune.trials import Trials
+    from nanoray.parallel.rendezvous import Order, Rendezvous
     from nanoray.train.arm import memory_of_rank, same_loss
-    from nanoray.tune.knobs import words
-    from nanoray.tune.rank import here_of
-    from nanoray.tune.search import Search
-    from nanoray.tune.subject import TuneSubject
-    from nanoray.tune.trials import Trials
 
     spec = RunSpec.from_dict(order["spec"])
     place = Rendezvous(
@@ -333,7 +333,7 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
 def _tried(what: str, trials: Trials, spent_s: float, best: Choice, more: list[Row]) -> Record:
     """Return the event of what was tried, and what was the best of it."""
-    from nanoray.tune.knobs import words
+    from nanoray.lab.tune.knobs import words
 
     count = len(trials.samples)
     rows: list[Row] = [
@@ -376,7 +376,7 @@ def _combinations(
 ) -> list[Choice]:
     """Return every combination of what the search may change that can be trained, evenly cut."""
     from nanoray.errors import ConfigError
-    from nanoray.tune.knobs import configured, options, with_settings
+    from nanoray.lab.tune.knobs import configured, options, with_settings
 
     of_knob: dict[str, list[Choice]] = {}
     for option, knob in options(here, may, leave).items():
@@ -400,8 +400,8 @@ def _losses_apart(
     mesh: Mesh, spec: RunSpec, subject: TuneSubject, here: TunedRun, tuned: Choice
 ) -> float:
     """Return how far the losses of 50 steps of SGD are apart, relative. (all ranks)"""
+    from nanoray.lab.tune.knobs import configured
     from nanoray.train.arm import LoopArm
-    from nanoray.tune.knobs import configured
 
     losses = []
     for choice in ((), tuned):

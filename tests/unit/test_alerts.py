@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.base.metrics import METRICS
 from nanoray.kube.render import KUBE_DIR
+from nanoray.machine.metrics import METRICS
 
 MANIFEST = KUBE_DIR / "components" / "monitoring" / "alerts.yaml"
 RULES: list[dict[str, Any]] = yaml.safe_load(MANIFEST.read_text())["spec"]["groups"][0]["rules"]

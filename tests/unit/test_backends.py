@@ -9,8 +9,8 @@ import pytest
 from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.mesh.backends import load_backend, reports_lost_peers, settings_for_aborts
-from nanoray.mesh.rendezvous import RankDevice, choose_backend
+from nanoray.parallel.backends import load_backend, reports_lost_peers, settings_for_aborts
+from nanoray.parallel.rendezvous import RankDevice, choose_backend
 
 OWN = """
 import torch.distributed as dist

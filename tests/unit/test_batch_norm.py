@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
-from nanoray.own.checks import require_sharable
-from nanoray.own.settings import DEFAULTS, loaded_of
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.statistics import RunningStatistics
+from nanoray.script.checks import require_sharable
+from nanoray.script.settings import DEFAULTS, loaded_of
 
 CHANNELS = 3
 OPTIONS: list[dict[str, Any]] = [

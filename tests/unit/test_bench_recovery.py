@@ -30,7 +30,7 @@ from nanoray.bench.killed import (
     wrong_losses,
 )
 from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, RecoveryBenchmark
-from nanoray.host.slots import Slots
+from nanoray.machine.slots import Slots
 
 
 def steps(

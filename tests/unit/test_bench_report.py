@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from nanoray.base.environment import environment
-from nanoray.base.proc import session_members
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command, moments
 from nanoray.bench.harness.plan import chosen, rotated
@@ -35,6 +33,8 @@ from nanoray.bench.harness.report import (
 )
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.errors import ConfigError
+from nanoray.machine.environment import environment
+from nanoray.machine.proc import session_members
 
 ROOT = Path(__file__).resolve().parents[2]
 

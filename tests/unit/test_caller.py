@@ -48,7 +48,7 @@ def test_an_address_that_names_another_ray_is_one(
 
 
 def test_a_function_that_a_rank_cannot_import_is_refused_there() -> None:
-    script = PackedScript("main", "nanoray.own.program", b"cno_such_module\nmain\n.")
+    script = PackedScript("main", "nanoray.script.program", b"cno_such_module\nmain\n.")
     with pytest.raises(ConfigError, match=r"main cannot be loaded .*No module named 'no_such_mod"):
         script.unpack(print)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.faults.__main__ import main, story
 from nanoray.faults.cause import (
     BY_KERNEL,
     CAUSES,
@@ -21,6 +20,7 @@ from nanoray.faults.cause import (
     reason_to_give_up,
     without_progress,
 )
+from nanoray.observe.faults import main, story
 
 
 def test_a_base_that_is_not_known_yet_says_nothing_of_repeated_steps() -> None:

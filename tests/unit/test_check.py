@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nanoray.config import load_settings
-from nanoray.host import host
-from nanoray.host.device import Device
-from nanoray.tools import check
+from nanoray.lab import check
+from nanoray.machine import host
+from nanoray.machine.device import Device
 
 NVML = SimpleNamespace(nvmlInit=int, nvmlShutdown=int, nvmlSystemGetCudaDriverVersion=lambda: 13000)
 

@@ -21,8 +21,8 @@ from nanoray.checkpoint import tensorfile
 from nanoray.checkpoint.files import load, save
 from nanoray.checkpoint.find import check_shape, find_run, newest_valid
 from nanoray.checkpoint.manifest import manifest_json, parse_manifest
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.errors import CheckpointError
-from nanoray.state.state_dict import StateDict
 from tests.harness.commands import forkserver, killed_saves
 from tests.harness.messages import find_line
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nanoray.checkpoint.__main__ import main
 from nanoray.checkpoint.files import load
+from nanoray.cli.checkpoint import main
 from nanoray.models.gpt import GPT, ModelShape
 from tests.harness.ranks import make_spec, run_ranks
 

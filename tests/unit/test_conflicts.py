@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from nanoray.cli import parse_args
+from nanoray.cli.run_plan import plan
 from nanoray.config import Config, load_config, make_config
 from nanoray.config.conflicts import TABLE, first, refuse, refuse_sharing
 from nanoray.config.rows import Conflict, Rule, known_from, spell
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
-from nanoray.start.plan import plan
 
 # Values of each key, in the order in which they are tried for a condition
 VALUES: dict[str, tuple[Any, ...]] = {

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from nanoray.errors import PlacementError
-from nanoray.host.slots import local_slots
 from nanoray.launch import connection
 from nanoray.launch.connection import connected
 from nanoray.launch.placement import Placement
 from nanoray.launch.recovery.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
+from nanoray.machine.slots import local_slots
 from tests.harness.scripted_ray import ScriptedTime
 
 # A local Ray.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.train.watch.console import QuietConsole, choose_console
+from nanoray.observe.watch.console import QuietConsole, choose_console
 from tests.harness.commands import run
 from tests.harness.ranks import TINY
 from tests.harness.terminal import Terminal

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Batch, make_config
+from nanoray.config.layout import Layout
 from nanoray.data.sequence_part import SequencePart
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import ConfigError
 from nanoray.launch.recovery.shares import Shares
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.dropout import draw_factors, dropout
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import cp, cp_blocks, tp
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.mesh import Mesh
 
 RANKS = (2, 3, 4, 5)
 SHAPE = ModelShape(n_layer=1, n_head=2, n_embd=8, block_size=24, bias=True, vocab_size=65)

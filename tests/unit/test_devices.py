@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoray.config import make_config
+from nanoray.config.choose import choose_precision, require_compiler
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.host import host, peaks
-from nanoray.host.choose import choose_precision, require_compiler
-from nanoray.host.device import Device
-from nanoray.host.gpus import discover_gpus, take_own_slice
-from nanoray.host.mig import mig_profile
-from nanoray.host.slots import Slots, cpu_share, local_slots
+from nanoray.machine import host, peaks
+from nanoray.machine.device import Device
+from nanoray.machine.gpus import discover_gpus, take_own_slice
+from nanoray.machine.mig import mig_profile
+from nanoray.machine.slots import Slots, cpu_share, local_slots
 
 H200_MIB = 143771
 # Profile -> (compute slices, memory slices, MiB as NVML reports them, how many fit)

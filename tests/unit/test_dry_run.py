@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 import nanoray
 from nanoray.bench.held import held_bytes
-from nanoray.forecast.trial import trial_on_fakes
-from nanoray.own.dry_run import kept_per_element
-from nanoray.own.engine import RuntimeEngine
-from nanoray.own.run import Run
+from nanoray.cli.forecast.trial import trial_on_fakes
+from nanoray.script.dry_run import kept_per_element
+from nanoray.script.engine import RuntimeEngine
+from nanoray.script.run import Run
 
 
 class Tower(nn.Module):

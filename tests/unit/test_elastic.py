@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Batch, make_config
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import (
@@ -22,15 +23,14 @@ from nanoray.errors import (
     RendezvousError,
     TrainingDiverged,
 )
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.precision import LossScaler
-from nanoray.state.train_state import TrainState
+from nanoray.observe.watch.observers import Observers
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.train.elastic import TrainingGroup, furthest, train_in_groups
 from nanoray.train.engine import Regroup
 from nanoray.train.guard.guards import Guards
 from nanoray.train.out_of_memory import recorded, shortage_of
-from nanoray.train.watch.observers import Observers
 from tests.harness.ranks import make_spec
 
 CPU = torch.device("cpu")

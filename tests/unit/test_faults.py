@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.base.points import reached, watch
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.plan import DRIVER, Fault, InjectedFault, Injector, append_event, parse_plan
 from nanoray.faults.progress import UNKNOWN, ProgressFile
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.points import reached, watch
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.train.guard import certificate
 

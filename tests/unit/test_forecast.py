@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from nanoray.cli import Loaded, Scale, parse_args
+from nanoray.cli import run_plan as planning
+from nanoray.cli.forecast.dry_run import dry_run_lines
+from nanoray.cli.forecast.job import job_of
+from nanoray.cli.forecast.layouts import search
+from nanoray.cli.forecast.links import load_topology
+from nanoray.cli.forecast.predict import OnTopology, Speed, predict
+from nanoray.cli.run_plan import forecast_at, known_dataset
 from nanoray.config import load_config, resolve_batch
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import dry_run_lines
-from nanoray.forecast.job import job_of
-from nanoray.forecast.layouts import search
-from nanoray.forecast.links import load_topology
-from nanoray.forecast.predict import OnTopology, Speed, predict
 from nanoray.kube.__main__ import _with
-from nanoray.mesh.layout import Layout
 from nanoray.models.costs import flops_per_token
-from nanoray.start import plan as planning
-from nanoray.start.plan import forecast_at, known_dataset
 
 LARGE = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "4096", "--tp", "4"]
 LARGE += ["--global_batch_size", "12288"]

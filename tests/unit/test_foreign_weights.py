@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanoray.checkpoint.__main__ import main
 from nanoray.checkpoint.begin import load_weights
 from nanoray.checkpoint.files import load
-from nanoray.checkpoint.import_weights import main as weights
 from nanoray.cli import parse_args
+from nanoray.cli.checkpoint import main
+from nanoray.cli.weights import main as weights
 from nanoray.config import load_config
 from nanoray.config.weights import find
 from nanoray.data.dataset import DatasetInfo

@@ -9,11 +9,11 @@ import torch
 
 from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Config, make_config
+from nanoray.config.layout import Layout, split_groups
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout, split_groups
-from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.hybrid import Groups, Sum
+from nanoray.parallel.mesh import Mesh
 from tests.harness.ranks import TINY
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from nanoray.cli.forecast.job import Job
+from nanoray.cli.forecast.layouts import candidates, refusal, search
+from nanoray.cli.forecast.links import Link, Topology, placed
+from nanoray.cli.forecast.memory import Sizes, state_memory
+from nanoray.cli.forecast.parallelisms.record import Talk
+from nanoray.cli.forecast.predict import OnTopology, Speed, predict
+from nanoray.cli.forecast.rank_memory import memory_of
+from nanoray.cli.forecast.traffic import talks_of
 from nanoray.config import make_config
-from nanoray.forecast.job import Job
-from nanoray.forecast.layouts import candidates, refusal, search
-from nanoray.forecast.links import Link, Topology, placed
-from nanoray.forecast.memory import Sizes, state_memory
-from nanoray.forecast.parallelisms.record import Talk
-from nanoray.forecast.predict import OnTopology, Speed, predict
-from nanoray.forecast.rank_memory import memory_of
-from nanoray.forecast.traffic import talks_of
-from nanoray.mesh.layout import Layout
+from nanoray.config.layout import Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.models.weights import weights_of

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.files import load, open_checkpoint, save
+from nanoray.cli.forecast.owners import MOST_RANKS
 from nanoray.config import make_config
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
-from nanoray.forecast.owners import MOST_RANKS
-from nanoray.mesh.layout import Layout
+from nanoray.lab.inspect.__main__ import main
+from nanoray.lab.inspect.batch import measure, run_batch
+from nanoray.lab.inspect.subject import Subject, find_subject
+from nanoray.lab.inspect.text import figures_of
+from nanoray.lab.inspect.tree import dump, format_ranks
 from nanoray.models.build import build_model
 from nanoray.models.precision import autocast
-from nanoray.tools.inspect.__main__ import main
-from nanoray.tools.inspect.batch import measure, run_batch
-from nanoray.tools.inspect.subject import Subject, find_subject
-from nanoray.tools.inspect.text import figures_of
-from nanoray.tools.inspect.tree import dump, format_ranks
 from tests.harness.ranks import make_spec, run_ranks
 
 OWN = "examples/own_model.py"

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nanoray.errors import ConfigError
-from nanoray.host.interfaces import (
+from nanoray.machine.interfaces import (
     Route,
     addresses_of_hosts,
     interface_for_gloo,
@@ -20,8 +20,8 @@ from nanoray.host.interfaces import (
     require_interface,
     route_to,
 )
-from nanoray.mesh.mesh import join
-from nanoray.mesh.rendezvous import Rendezvous, _listen
+from nanoray.parallel.mesh import join
+from nanoray.parallel.rendezvous import Rendezvous, _listen
 
 
 def test_a_name_that_fits_no_interface_is_refused() -> None:

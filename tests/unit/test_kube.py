@@ -207,7 +207,7 @@ def test_versions_are_the_same_everywhere() -> None:
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:
-    from nanoray.base.metrics import METRICS
+    from nanoray.machine.metrics import METRICS
 
     text = (KUBE_DIR / "components" / "monitoring" / "dashboard.json").read_text()
     shown = set(re.findall(r"ray_nanoray_(\w+)", text))

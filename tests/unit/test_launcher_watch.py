@@ -13,7 +13,7 @@ import pytest
 # Writes `watching`, and how it ends: `gone` with the name of its launcher, or `alive`.
 WATCH = """
 import os, sys, threading
-from nanoray.host.launchers import place_of
+from nanoray.machine.launchers import place_of
 from nanoray.train.launcher import watch_launcher
 
 with open(sys.argv[1], "a") as file:

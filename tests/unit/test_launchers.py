@@ -8,9 +8,9 @@ import pytest
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.host.launchers import first_host, place_of
 from nanoray.launch.own import refuse_both
-from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.machine.launchers import first_host, place_of
+from nanoray.parallel.rendezvous import Rendezvous
 
 TORCH = {
     "RANK": "3",

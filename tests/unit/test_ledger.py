@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from nanoray.base.mapped import content_of
 from nanoray.errors import ConfigError
-from nanoray.trace import accounts
-from nanoray.trace.accounts import accounts_of
-from nanoray.trace.ledger import Ledger
+from nanoray.machine.mapped import content_of
+from nanoray.observe.trace import accounts
+from nanoray.observe.trace.accounts import accounts_of
+from nanoray.observe.trace.ledger import Ledger
 from tests.harness.commands import ROOT
 
 COMMAND = 1000.0  # Unix s

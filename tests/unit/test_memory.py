@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.config import Batch, make_config
-from nanoray.forecast.job import AssumedDevice, assume_device
-from nanoray.forecast.memory import (
+from nanoray.cli.forecast.job import AssumedDevice, assume_device
+from nanoray.cli.forecast.memory import (
     RankSizes,
     Sizes,
     at_peak,
@@ -22,15 +21,16 @@ from nanoray.forecast.memory import (
     peak_memory,
     state_memory,
 )
-from nanoray.forecast.owners import rank_model
-from nanoray.forecast.rank_memory import (
+from nanoray.cli.forecast.owners import rank_model
+from nanoray.cli.forecast.rank_memory import (
     format_memory,
     largest_rank,
     memory_line,
     rank_memory,
     rank_sizes,
 )
-from nanoray.mesh.layout import Coords, Layout
+from nanoray.config import Batch, make_config
+from nanoray.config.layout import Coords, Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import weight_type

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nanoray.errors import ConfigError, RankDiffers, RendezvousError
-from nanoray.mesh.mesh import break_meeting, join, refuse_meeting
-from nanoray.mesh.rendezvous import (
+from nanoray.parallel.mesh import break_meeting, join, refuse_meeting
+from nanoray.parallel.rendezvous import (
     RankDevice,
     Rendezvous,
     choose_backend,

@@ -21,16 +21,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanoray.checkpoint import parts
 from nanoray.checkpoint.files import Draft, load, save_shared
+from nanoray.checkpoint.state.rank_state import Holding, Share
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Batch, Config, make_config
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import whole_pieces, whole_shards
+from nanoray.config.layout import Layout
 from nanoray.models.build import gpt_of
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import whole_pieces, whole_shards
 from nanoray.parallel.plan import Plan
-from nanoray.state.rank_state import Holding, Share
-from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
 from nanoray.train.optim.groups import make_optimizer
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from nanoray.host.device import Device
+from nanoray.cli.mig import CARDS, main, plan_lines, show_lines
+from nanoray.machine.device import Device
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import ModelShape
-from nanoray.tools.mig import CARDS, main, plan_lines, show_lines
 
 H200 = "NVIDIA H200"
 

@@ -10,8 +10,8 @@ import pytest
 
 from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Config, make_config
-from nanoray.mesh.layout import Layout, mirror_distance, mirrored
-from nanoray.mesh.pieces import Piece
+from nanoray.config.layout import Layout, mirror_distance, mirrored
+from nanoray.parallel.pieces import Piece
 from nanoray.train.mirror import Span, senders
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from nanoray.cli import parse_args
+from nanoray.cli.forecast.dry_run import dry_run_lines
+from nanoray.cli.run_plan import plan
 from nanoray.config import Config, Settings, load_config, make_config, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import dry_run_lines
-from nanoray.start.plan import plan
 
 IMAGES = DatasetInfo(
     "cifar10", "cifar10: a note", Path("/none"), "uint8", 10, 50_000, 10_000, "", "", {}, "images"

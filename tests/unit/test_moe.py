@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import check_shape
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.config.layout import Layout
 from nanoray.errors import CheckpointError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTraining, Z
+from nanoray.observe.watch import routing
 from nanoray.parallel import ep, tp
-from nanoray.state.state_dict import StateDict
-from nanoray.train.watch import routing
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import Shard, fill, whole_pieces, whole_shards
 
 SHAPE = ModelShape(
     2, 4, 20, 8, True, 65, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=1

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.config import Config, make_config
-from nanoray.mesh.pieces import whole_shards
 from nanoray.models.precision import LossScaler
-from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.parallel.pieces import whole_shards
 from nanoray.train.optim.groups import make_optimizer
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.config import Config, load_config
-from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import step_unless
-from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.parallel.pieces import whole_shards
 from nanoray.train.optim.groups import make_optimizer, set_lr
 from nanoray.train.optim.muon import MOMENTUM, orthogonal
 

@@ -10,7 +10,7 @@ from nanoray.checkpoint.run import new_folder
 from nanoray.config import load_config, make_config
 from nanoray.config.run import LONGEST_NAME, name_of_file
 from nanoray.errors import ConfigError
-from nanoray.own.settings import DEFAULTS
+from nanoray.script.settings import DEFAULTS
 
 
 def test_the_longest_name_makes_a_folder_also_in_a_busy_second(tmp_path: Path) -> None:

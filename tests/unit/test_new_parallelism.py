@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.mesh.layout import Coords
+from nanoray.config.layout import Coords
 from tests.harness.parsing import parse
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from nanoray.mesh.axis import Axis
+from nanoray.parallel.axis import Axis
 
 
 def cut(model: nn.Module, axis: Axis) -> None:
@@ -44,7 +44,7 @@ def cut(model: nn.Module, axis: Axis) -> None:
 
 from __future__ import annotations
 
-from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, every_size
+from nanoray.cli.forecast.parallelisms.record import Parallelism, Sender, Talk, every_size
 
 
 def _talks(sender: Sender) -> list[Talk]:
@@ -87,7 +87,7 @@ TOUCHED = {
         ),
     ],
     # Where its ranks stand: outside of the stages of a pipeline.
-    "mesh/layout.py": [
+    "config/layout.py": [
         ("    replicas: int = 0\n", "    replicas: int = 0\n    xp: int = 0\n"),
         ("    replicas: int = 1\n", "    replicas: int = 1\n    xp: int = 1\n"),
         (
@@ -110,7 +110,7 @@ TOUCHED = {
         ),
     ],
     # Its record.
-    "forecast/parallelisms/registry.py": [
+    "cli/forecast/parallelisms/registry.py": [
         ("pipeline, tensor\n", "pipeline, tensor, xp\n"),
         ("    experts.EXPERTS,\n", "    experts.EXPERTS,\n    xp.XP,\n"),
     ],
@@ -123,19 +123,19 @@ from pathlib import Path
 
 import nanoray.parallel.plan
 from nanoray.bench.strategies import _fits
-from nanoray.tools.check import OF_THE_RUN
+from nanoray.lab.check import OF_THE_RUN
 from nanoray.cli import Loaded, Scale, parse_args
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import dry_run_lines
-from nanoray.forecast.job import job_of
-from nanoray.forecast.layouts import candidates, refusal
-from nanoray.start.plan import forecast_at
-from nanoray.tools.inspect.subject import _described
-from nanoray.tools.inspect.tree import dump
+from nanoray.cli.forecast.dry_run import dry_run_lines
+from nanoray.cli.forecast.job import job_of
+from nanoray.cli.forecast.layouts import candidates, refusal
+from nanoray.cli.run_plan import forecast_at
+from nanoray.lab.inspect.subject import _described
+from nanoray.lab.inspect.tree import dump
 from nanoray.launch.recovery.shares import no_replica
-from nanoray.mesh.layout import DIVISIONS, Layout
+from nanoray.config.layout import DIVISIONS, Layout
 
 small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "micro_batch_size": 1}
 small |= {"grad_accum_steps": 1, "max_steps": 10, "device": "cpu", "precision": "fp32", "tp": 2}
@@ -254,7 +254,7 @@ def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:
 
 # Where three or more axes may be named together, and why
 ALLOWED = {
-    "mesh/layout.py": "the one place: where the ranks of each axis stand",
+    "config/layout.py": "the one place: where the ranks of each axis stand",
     "models/costs.py": "the cut of a model's activations, an argument of its formulas",
     "models/weights.py": "the cut of a model's weights, an argument of its formulas",
 }

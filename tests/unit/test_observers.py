@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nanoray.base.atomic import read_json
-from nanoray.base.metrics import METRICS, check_record, mfu_percent, to_markdown
-from nanoray.base.text import aligned, clock, short
-from nanoray.train.track.observer import Observer
-from nanoray.train.watch.observers import (
+from nanoray.machine.atomic import read_json
+from nanoray.machine.metrics import METRICS, check_record, mfu_percent, to_markdown
+from nanoray.machine.text import aligned, clock, short
+from nanoray.observe.track.observer import Observer
+from nanoray.observe.watch.observers import (
     Console,
     Observers,
 )
-from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
+from nanoray.observe.watch.record_files import JsonlWriter, TensorBoardWriter
 from tests.harness.ranks import make_spec
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.cli.run_plan import apply_scaling
 from nanoray.config import Config, Settings, load_config, make_config
 from nanoray.errors import CheckpointError
-from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.norm import clip_to
-from nanoray.start.plan import apply_scaling
-from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.parallel.pieces import whole_shards
 from nanoray.train.optim.groups import lr_at, make_optimizer
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.config import make_config
 from nanoray.errors import CheckpointError
-from nanoray.mesh.pieces import whole_shards
 from nanoray.models.precision import LossScaler, weight_type
-from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.parallel.pieces import whole_shards
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.optim.optim16 import Optim16, random_bits, round_at_random
 

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from nanoray.config import Batch
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import DataError
-from nanoray.own.data.batch import Counted, as_pair, counted
-from nanoray.own.data.epochs import Epochs
-from nanoray.own.data.source import Items, OwnData, source_of
-from nanoray.own.data.stream import Stream
+from nanoray.script.data.batch import Counted, as_pair, counted
+from nanoray.script.data.epochs import Epochs
+from nanoray.script.data.source import Items, OwnData, source_of
+from nanoray.script.data.stream import Stream
 
 CPU = torch.device("cpu")
 
@@ -142,7 +142,7 @@ def test_samples_are_counted_by_the_dimension_that_tensors_agree_on(name: str) -
 SCRIPT = """
 import os, sys, time, torch
 from torch.utils.data import DataLoader
-from nanoray.own.data.source import OwnData
+from nanoray.script.data.source import OwnData
 
 class Pids(torch.utils.data.Dataset):
     def __len__(self):

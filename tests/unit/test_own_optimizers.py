@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn, optim
 
+from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.checkpoint.state.optimizers import changed_groups, group_values, load_groups, values_of
 from nanoray.errors import ConfigError
-from nanoray.mesh.pieces import Shard, whole_shards
-from nanoray.own.optimizer import (
+from nanoray.models.values import put_together, take_apart
+from nanoray.parallel.pieces import Shard, whole_shards
+from nanoray.script.optimizer import (
     ELEMENTWISE,
     require_elementwise,
 )
-from nanoray.own.shards import cut_optimizer
-from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
-from nanoray.state.optimizers import changed_groups, group_values, load_groups, values_of
-from nanoray.state.values import put_together, take_apart
+from nanoray.script.shards import cut_optimizer
 from tests.harness import optimizers as styles
 from tests.harness.same import same
 

@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanoray.base.points import SAVING, watch
 from nanoray.checkpoint import files, parts
-from nanoray.checkpoint.__main__ import main
 from nanoray.checkpoint.files import Draft, load, save, save_shared
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.cli.checkpoint import main
 from nanoray.errors import CheckpointError
-from nanoray.mesh.pieces import Piece
-from nanoray.state.state_dict import StateDict
+from nanoray.machine.points import SAVING, watch
+from nanoray.parallel.pieces import Piece
 from tests.harness.commands import forkserver, killed_saves
 
 VIEWS = {

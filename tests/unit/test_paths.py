@@ -12,7 +12,7 @@ from nanoray.cli import parse_args
 from nanoray.config import Config, load_config
 from nanoray.config.paths import PATH_KEYS
 from nanoray.errors import ConfigError
-from nanoray.own.settings import loaded_of
+from nanoray.script.settings import loaded_of
 
 # Keys whose value is a text, and no path of the machine that opens the run
 NO_PATHS = {

@@ -10,9 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.pieces import Piece, boxes_of_range, fill, overlaps, whole_pieces, whole_shards
+from nanoray.config.layout import Layout
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.parallel.pieces import (
+    Piece,
+    boxes_of_range,
+    fill,
+    overlaps,
+    whole_pieces,
+    whole_shards,
+)
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 

@@ -21,18 +21,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import make_config
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
 from nanoray.faults.hang import Position, behind
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard, whole_pieces, whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
 from nanoray.parallel import tp
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.ddp import TorchDDP
 from nanoray.parallel.flow import Straight
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import Shard, whole_pieces, whole_shards
 from nanoray.parallel.pp import TIED, Stage, split, with_tie
 from nanoray.parallel.schedules import (
     ALIKE,

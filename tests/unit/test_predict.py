@@ -16,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoray.config import Batch, make_config
-from nanoray.errors import ConfigError
-from nanoray.forecast.job import AssumedDevice, Job
-from nanoray.forecast.layouts import candidates, refusal, search
-from nanoray.forecast.links import (
+from nanoray.cli.forecast.job import AssumedDevice, Job
+from nanoray.cli.forecast.layouts import candidates, refusal, search
+from nanoray.cli.forecast.links import (
     GroupPlace,
     Link,
     Topology,
@@ -30,13 +28,13 @@ from nanoray.forecast.links import (
     seen_by,
     send,
 )
-from nanoray.forecast.parallelisms.record import divisors
-from nanoray.forecast.predict import OnTopology, Speed, flops_of, predict
-from nanoray.forecast.rank_memory import memory_of, rank_memory
-from nanoray.forecast.traffic import talks_of
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
+from nanoray.cli.forecast.parallelisms.record import divisors
+from nanoray.cli.forecast.predict import OnTopology, Speed, flops_of, predict
+from nanoray.cli.forecast.rank_memory import memory_of, rank_memory
+from nanoray.cli.forecast.traffic import talks_of
+from nanoray.config import Batch, make_config
+from nanoray.config.layout import Layout
+from nanoray.errors import ConfigError
 from nanoray.models.costs import (
     Cut,
     activation_memory,
@@ -45,6 +43,8 @@ from nanoray.models.costs import (
 )
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.weights import weights_of
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.schedules import in_flight
 from nanoray.parallel.tp import cut, names_of_partial
 from tests.harness.factorizations import factorizations

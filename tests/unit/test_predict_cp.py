@@ -11,23 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanoray.cli.forecast.job import AssumedDevice, Job
+from nanoray.cli.forecast.links import Link, Topology
+from nanoray.cli.forecast.owners import holders_of, rank_model
+from nanoray.cli.forecast.parallelisms.record import Talk
+from nanoray.cli.forecast.predict import OnTopology, Speed, predict
+from nanoray.cli.forecast.rank_memory import rank_memory
+from nanoray.cli.forecast.traffic import talks_of
 from nanoray.config import Batch, make_config
-from nanoray.forecast.job import AssumedDevice, Job
-from nanoray.forecast.links import Link, Topology
-from nanoray.forecast.owners import holders_of, rank_model
-from nanoray.forecast.parallelisms.record import Talk
-from nanoray.forecast.predict import OnTopology, Speed, predict
-from nanoray.forecast.rank_memory import rank_memory
-from nanoray.forecast.traffic import talks_of
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
+from nanoray.config.layout import Layout
 from nanoray.models.costs import Cut, activation_memory, with_kernels
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.kernels import Kernels
 from nanoray.models.moe import RouterTraining
 from nanoray.models.precision import weight_type
 from nanoray.parallel import cp as context
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.mesh import Mesh
 
 # 256 rows with padding
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanoray.cli.data import main
 from nanoray.data import documents, prepare_shards
-from nanoray.data.__main__ import main
 from nanoray.data.documents import Files
 from nanoray.data.headers import LLMC_HEADER_BYTES
 from nanoray.data.hub import SETS, Hub

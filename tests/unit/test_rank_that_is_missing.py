@@ -9,7 +9,7 @@ from torch.distributed import HashStore, TCPStore
 
 from nanoray.config import make_config
 from nanoray.errors import RendezvousError
-from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.train import __main__ as command
 
 CONFIG = make_config({"init_timeout_s": 7, "micro_batch_size": 1})

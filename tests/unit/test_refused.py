@@ -15,11 +15,11 @@ from torch import nn
 import nanoray
 from nanoray.checkpoint.folder import discard_refused
 from nanoray.checkpoint.run import RunSpec
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.launch.own import launch_own
-from nanoray.own.settings import DEFAULTS
-from nanoray.start.folder import open_run
+from nanoray.script.settings import DEFAULTS
 
 SETTINGS: dict[str, Any] = {"workers": 1, "micro_batch_size": 4, "log_every": 1, "max_steps": 2}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanoray.cli import parse_args
-from nanoray.tools.report.command import typed_command
-from nanoray.tools.report.gather import RunFiles, settings
+from nanoray.observe.report.command import typed_command
+from nanoray.observe.report.gather import RunFiles, settings
 
 TRAIN = ["/opt/nanoray/train/__main__.py", "--preset", "tiny", "--name", "a b"]
 FLAGS = "--preset tiny --name 'a b'"

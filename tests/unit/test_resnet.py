@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanoray.data.images import ImageData
-from nanoray.mesh.axis import data_axis
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.resnet import ResNet, ResNetShape, loss_and_accuracy
 from nanoray.models.resnet_costs import count_parameters, flops_per_image
+from nanoray.parallel.axis import data_axis
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.statistics import RunningStatistics
 from nanoray.train.optim.groups import make_optimizer
 from tests.harness.images import TINY, small_dataset

@@ -23,10 +23,10 @@ from nanoray.checkpoint.run import (
     write_attempt,
 )
 from nanoray.cli import parse_args
+from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.start.folder import open_run
 from tests.harness.messages import find_line
 from tests.harness.ranks import make_spec, run_ranks
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoray.host.gpus import gpu_usage
 from nanoray.launch.program.counts import Counts, CountsFile, GroupCounts, read_counts
 from nanoray.launch.program.driver import Movement
 from nanoray.launch.program.observed import explain_wait
+from nanoray.machine.gpus import gpu_usage
 
 
 def rank(begun: int, ended: int, op: str = "all_reduce", size: int = 20) -> Counts:

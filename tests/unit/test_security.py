@@ -12,7 +12,7 @@ import pytest
 
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
-from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.parallel.rendezvous import Rendezvous
 from tests.harness.commands import run
 from tests.harness.parsing import parse
 from tests.harness.ranks import make_spec

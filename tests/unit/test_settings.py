@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoray.cli import parse_args
+from nanoray.cli.folder import open_run
+from nanoray.cli.opening import Opening, with_precision
 from nanoray.config import Settings, load_settings, make_config
+from nanoray.config.layout import Layout
 from nanoray.config.settings import FLAG, lines_of
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.host.device import Device
+from nanoray.lab.check import main as check
 from nanoray.launch.__main__ import launch
-from nanoray.mesh.layout import Layout
-from nanoray.start.folder import open_run
-from nanoray.start.opening import Opening, with_precision
-from nanoray.tools.check import main as check
+from nanoray.machine.device import Device
 from nanoray.train.__main__ import main as train
 from tests.harness.ranks import TINY, run_ranks
 

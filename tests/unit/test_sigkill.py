@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanoray.base.proc import start_time
 from nanoray.launch.recovery.rank_end import end_process
+from nanoray.machine.proc import start_time
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from nanoray.cli import STOP_SIGNALS, stop_signals
 from nanoray.launch.signals import Stop, catch_signals
-from nanoray.mesh.rendezvous import Order
+from nanoray.parallel.rendezvous import Order
 from nanoray.train.__main__ import StopSignals
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from nanoray.bench.simulate import Work, scaling
-from nanoray.errors import ConfigError
-from nanoray.forecast.fit import fit
-from nanoray.forecast.links import (
+from nanoray.cli.forecast.fit import fit
+from nanoray.cli.forecast.links import (
     FLAT,
     MODELS,
     TOPOLOGY_DIR,
@@ -26,8 +25,9 @@ from nanoray.forecast.links import (
     best,
     load_topology,
 )
-from nanoray.forecast.simulate import Event, SimulatedBucket, SimulatedStep, Step, simulate
-from nanoray.mesh.algorithms import ALGORITHMS
+from nanoray.cli.forecast.simulate import Event, SimulatedBucket, SimulatedStep, Step, simulate
+from nanoray.errors import ConfigError
+from nanoray.parallel.algorithms import ALGORITHMS
 
 MB = 1_000_000
 ALPHA_S, BETA = 50e-6, 1 / 2e9

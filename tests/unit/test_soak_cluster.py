@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoray.bench.harness.processes import ChildFailed
-from nanoray.host.slots import Slots
+from nanoray.machine.slots import Slots
 from tests.stress import cluster as module
 from tests.stress.cluster import MOST_FAILED_STARTS, NodeCluster
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.state.rank_state import EMA_DECAY
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Batch, make_config
 from nanoray.errors import StateDiverged
-from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
-from nanoray.state.rank_state import EMA_DECAY
-from nanoray.state.state_dict import StateDict
-from nanoray.state.train_state import TrainState
+from nanoray.parallel.mesh import Mesh
 from nanoray.train.fetch import share
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.files import save
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.cli.checkpoint import main as checkpoint
 from nanoray.errors import ConfigError
-from nanoray.mesh.memory import bytes_of
-from nanoray.own.checks import require_storable
-from nanoray.state.modules import Undisturbed, extra_states, join, split
-from nanoray.state.state_dict import StateDict
+from nanoray.machine.tensor_memory import bytes_of
+from nanoray.models.modules import Undisturbed, extra_states, join, split
+from nanoray.script.checks import require_storable
 from tests.harness.keepers import KEEPERS
 from tests.harness.same import same
 

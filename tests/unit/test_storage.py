@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from nanoray.base.storage.store import Store
-from nanoray.base.storage.url import is_secret, problem_of, run_of, scrub
 from nanoray.checkpoint.manifest import MANIFEST, Damage, manifest_json, parse_manifest
 from nanoray.checkpoint.upload.fetch import fetch_run
 from nanoray.checkpoint.upload.process import Upload
@@ -23,6 +21,8 @@ from nanoray.checkpoint.upload.send import RunCopy, is_record
 from nanoray.cli import parse_args
 from nanoray.config import Config, make_config
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.machine.storage.store import Store
+from nanoray.machine.storage.url import is_secret, problem_of, run_of, scrub
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"
 

@@ -94,7 +94,7 @@ NAMES: dict[str, int] = {
 WORDS: dict[str, int] = {
     "bench/pipeline.py": 1,
     "config/conflicts.py": 1,
-    "tools/replay/bisect.py": 1,
+    "lab/replay/bisect.py": 1,
 }
 # END
 

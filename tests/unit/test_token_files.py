@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanoray.cli.data import main
 from nanoray.config import make_config
-from nanoray.data.__main__ import main
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.headers import read_header
 from nanoray.data.prepare import prepare

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
-from nanoray.mesh.axis import Axis
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import tp
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.buckets import Buckets
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import Shard, fill, whole_pieces, whole_shards
 
 SHAPE = ModelShape(n_layer=2, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
 MESHES = [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 3)]  # tp, dp

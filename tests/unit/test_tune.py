@@ -17,14 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.cli.forecast.job import Job
 from nanoray.config import Config, load_config
-from nanoray.forecast.job import Job
-from nanoray.host.choose import cannot_compile
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.rendezvous import Order
-from nanoray.models.gpt import ModelShape
-from nanoray.tune.asked import KNOB_NAMES, MASKS, NORMS
-from nanoray.tune.knobs import (
+from nanoray.config.choose import cannot_compile
+from nanoray.lab.tune.asked import KNOB_NAMES, MASKS, NORMS
+from nanoray.lab.tune.knobs import (
     ALWAYS,
     Choice,
     TunedRun,
@@ -33,9 +30,12 @@ from nanoray.tune.knobs import (
     memory_bytes,
     options,
 )
-from nanoray.tune.result import closing_lines, tuned_values, write_results
-from nanoray.tune.search import FINAL_TURNS, Search, is_faster
-from nanoray.tune.trials import STOPPED, SearchEnded, Trial, Trials
+from nanoray.lab.tune.result import closing_lines, tuned_values, write_results
+from nanoray.lab.tune.search import FINAL_TURNS, Search, is_faster
+from nanoray.lab.tune.trials import STOPPED, SearchEnded, Trial, Trials
+from nanoray.models.gpt import ModelShape
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.rendezvous import Order
 
 Cost = Callable[[dict[str, Any]], float]  # from the settings of a choice to seconds a step
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.harness.parsing import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPATIBILITY = {"nanoray/base/compat.py", "nanoray/launch/ray_compat.py"}
+COMPATIBILITY = {"nanoray/machine/compat.py", "nanoray/launch/ray_compat.py"}
 SOURCES = {
     path.relative_to(ROOT).as_posix(): path
     for folder in ("nanoray", "examples")

@@ -26,10 +26,10 @@ from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.worker import DRIVER_SILENT_S, ORPHAN_CODE, LostPeer, Worker
-from nanoray.mesh.mesh import _MEETINGS
-from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.mesh.wire import SealedStore
-from nanoray.own.program import Program
+from nanoray.parallel.mesh import _MEETINGS
+from nanoray.parallel.rendezvous import Order, Rendezvous
+from nanoray.parallel.wire import SealedStore
+from nanoray.script.program import Program
 from tests.harness.commands import no_watchers_left, watchers_of
 from tests.harness.scripted_ray import make_spec
 

@@ -20,7 +20,7 @@ from nanoray.launch.recovery.fault_log import LOG_LINES
 from nanoray.launch.recovery.rank_end import EXIT_RECORD_S, end_hung, read_result
 from nanoray.launch.recovery.situation import Why
 from nanoray.launch.recovery.worker_group import WorkerGroup
-from nanoray.mesh.rendezvous import BackendChoice
+from nanoray.parallel.rendezvous import BackendChoice
 from tests.harness.scripted_ray import HEAD_NODE, Actor, Ref, Run, node_id
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nanoray.cli import parse_args
+from nanoray.cli.forecast.links import load_topology
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
-from nanoray.forecast.links import load_topology
 
 
 def load(tmp_path: Path, text: str, name: str = "run.yaml") -> Config:

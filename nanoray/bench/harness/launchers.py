@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.base.proc import all_processes
 from nanoray.bench.harness.processes import Child, ChildFailed
-from nanoray.host.interfaces import free_port
+from nanoray.machine.atomic import read_json_lines
+from nanoray.machine.interfaces import free_port
+from nanoray.machine.proc import all_processes
 
 # The ways to start peers/plain_ddp.py: -> flags of `nanoray run`; None: torchrun
 SCRIPT_LAUNCHERS: dict[str, list[str] | None] = {

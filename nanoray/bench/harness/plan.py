@@ -21,7 +21,7 @@ from nanoray.bench.harness.report import Report, say
 from nanoray.config import load_config, refuse_unknown
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.host.slots import Slots
+from nanoray.machine.slots import Slots
 
 Name = TypeVar("Name")
 SEE_FAILED = "see FAILED below"

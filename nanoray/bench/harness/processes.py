@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.proc import session_members
 from nanoray.bench.harness.report import DISTORTING, Emit, Record
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import Slots
+from nanoray.machine.host import available_cpus
+from nanoray.machine.proc import session_members
+from nanoray.machine.slots import Slots
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between the request to end and the kill

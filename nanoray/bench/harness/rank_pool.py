@@ -22,10 +22,10 @@ from nanoray.bench.harness.processes import GRACE_S
 from nanoray.bench.harness.ranks import START_S, RankChannel, Where, open_link
 from nanoray.bench.harness.report import Record, Report
 from nanoray.errors import ConfigError, WorkerFailed
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import local_slots
-from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, rendezvous_of
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.slots import local_slots
+from nanoray.parallel.rendezvous import RankDevice, Rendezvous, choose_backend, rendezvous_of
 
 POLL_S = 0.1
 # A survivor's "connection reset" may arrive before the death that caused it is reported

@@ -38,14 +38,14 @@ from nanoray.bench.harness.report import Record
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
-from nanoray.host.device import Device
-from nanoray.host.gpus import discover_gpus, take_own_slice
-from nanoray.host.host import available_cpus, cpu_name
-from nanoray.host.slots import local_slots
-from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, connect_store
+from nanoray.machine.device import Device
+from nanoray.machine.gpus import discover_gpus, take_own_slice
+from nanoray.machine.host import available_cpus, cpu_name
+from nanoray.machine.slots import local_slots
+from nanoray.parallel.rendezvous import RankDevice, Rendezvous, choose_backend, connect_store
 
 if TYPE_CHECKING:
-    from nanoray.mesh.mesh import Mesh
+    from nanoray.parallel.mesh import Mesh
 
 START_S = 90.0  # for a rank to import torch and meet the others
 
@@ -88,7 +88,7 @@ class Rank:
 
     def hello(self) -> Record:
         """Return the slot, the NCCL in force, and on rank 0 the port of the store that it serves."""
-        from nanoray.mesh.rendezvous import open_store, runtime_nccl_version
+        from nanoray.parallel.rendezvous import open_store, runtime_nccl_version
 
         slot = self.slot
         if slot["workers"] > 1 and slot["rank"] == 0 and self.store is None:
@@ -103,7 +103,7 @@ class Rank:
         # Imported by ranks: the benchmark's own process needs no torch.
         import torch
 
-        from nanoray.mesh.mesh import join
+        from nanoray.parallel.mesh import join
 
         r = Rendezvous(**record)
         os.environ.update(r.env)

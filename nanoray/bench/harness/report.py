@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoray import __version__
-from nanoray.base.atomic import replace_text
-from nanoray.base.text import aligned
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus, cpu_features, cpu_name
-from nanoray.mesh.rendezvous import runtime_nccl_version
+from nanoray.machine.atomic import replace_text
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus, cpu_features, cpu_name
+from nanoray.machine.text import aligned
+from nanoray.parallel.rendezvous import runtime_nccl_version
 
 # Names and values, as JSON has them: an event of a rank, its order, the settings of an arm
 Record = dict[str, Any]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from nanoray.base.text import aligned
 from nanoray.bench.harness.report import Measurement, Report, markdown
+from nanoray.machine.text import aligned
 
 # Of report, arm and spread (see Report.cell)
 Cell = Callable[[Report, str, str], str]

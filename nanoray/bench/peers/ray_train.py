@@ -23,16 +23,16 @@ import ray.train.torch
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
+from nanoray.cli.folder import open_run
+from nanoray.config.layout import Layout
 from nanoray.data.prepare import prepare
 from nanoray.errors import NanorayError
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.slots import cpu_share, local_slots
 from nanoray.launch.caller import ray_address
 from nanoray.launch.connection import connected
-from nanoray.mesh.layout import Layout
-from nanoray.mesh.rendezvous import Order
-from nanoray.start.folder import open_run
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.slots import cpu_share, local_slots
+from nanoray.parallel.rendezvous import Order
 
 
 def main(
@@ -100,8 +100,8 @@ def train_loop(args: dict[str, Any]) -> None:
     """Train as one rank of Ray Train's process group. (all ranks)"""
     import torch.distributed as dist
 
-    from nanoray.mesh.mesh import Mesh
-    from nanoray.mesh.rendezvous import Rendezvous
+    from nanoray.parallel.mesh import Mesh
+    from nanoray.parallel.rendezvous import Rendezvous
     from nanoray.train.rank import train
 
     context = ray.train.get_context()

@@ -95,7 +95,7 @@ class Replica:
         import torch
         from torchft import Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 
-        from nanoray.mesh.mesh import Mesh
+        from nanoray.parallel.mesh import Mesh
         from nanoray.train.agree import resolve_precision
         from nanoray.train.tasks import task_of
 

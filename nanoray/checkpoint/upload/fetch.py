@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanoray.base.storage.store import StorageError, Store
-from nanoray.base.storage.url import is_run_name, is_url, join, run_of
 from nanoray.checkpoint.manifest import MANIFEST, STEP_NAME, Damage, parse_manifest
 from nanoray.checkpoint.run import lock_run
 from nanoray.checkpoint.upload.send import is_record, step_of
 from nanoray.config import Settings, recipe_of
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.machine.storage.store import StorageError, Store
+from nanoray.machine.storage.url import is_run_name, is_url, join, run_of
 
 S = TypeVar("S", bound=Settings)
 _CHUNK = 8 << 20  # bytes that are hashed at a time

@@ -13,10 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
-from nanoray.base.output import say
-from nanoray.base.storage.store import StorageError, Store
-from nanoray.base.storage.url import join
 from nanoray.errors import ConfigError
+from nanoray.machine.output import say
+from nanoray.machine.storage.store import StorageError, Store
+from nanoray.machine.storage.url import join
 
 RESTART_S = 10.0  # after the process has died
 

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nanoray.base.storage.store import StorageError, Store, reason_of
-from nanoray.base.storage.url import join, local_folder
 from nanoray.checkpoint.manifest import MANIFEST, STEP_NAME
+from nanoray.machine.storage.store import StorageError, Store, reason_of
+from nanoray.machine.storage.url import join, local_folder
 
 LOOK_S = 1.0  # between two looks at the run's folder, and at the parent
 RETRY_S = 10.0  # after a failure

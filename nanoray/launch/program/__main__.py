@@ -11,15 +11,10 @@ from pathlib import Path
 
 from ray.util.placement_group import remove_placement_group
 
-from nanoray.base.output import say
 from nanoray.checkpoint.run import new_folder
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.config.variables import values_of
-from nanoray.host.gpus import discover_gpus
-from nanoray.host.host import available_cpus
-from nanoray.host.launchers import refuse_many_starts
-from nanoray.host.slots import Slots, local_slots
 from nanoray.launch.caller import (
     caller_address,
     in_copy_of_job,
@@ -33,6 +28,11 @@ from nanoray.launch.program.files import write_outcome, write_program
 from nanoray.launch.program.flags import KEYS, ProgramCommand, require_script
 from nanoray.launch.program.folder import ProgramFolder
 from nanoray.launch.signals import catch_signals
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
+from nanoray.machine.launchers import refuse_many_starts
+from nanoray.machine.output import say
+from nanoray.machine.slots import Slots, local_slots
 
 STOPPING = b"\nSIGTERM to all ranks, which may save and end (Ctrl-C once more: end them now)\n"
 

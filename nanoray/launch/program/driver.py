@@ -22,9 +22,6 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
 
-from nanoray.base.atomic import read_json
-from nanoray.base.output import say
-from nanoray.base.text import clock
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import (
@@ -37,14 +34,17 @@ from nanoray.faults.cause import (
     reports_lost_peer,
     title_of,
 )
-from nanoray.host.interfaces import LOOPBACK
-from nanoray.host.launchers import torchrun_variables
 from nanoray.launch.caller import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.launch.program.folder import ProgramFolder, digest
 from nanoray.launch.program.observed import RunObserver, explain_wait
 from nanoray.launch.program.rank import ProgramRank
 from nanoray.launch.signals import Stop
+from nanoray.machine.atomic import read_json
+from nanoray.machine.interfaces import LOOPBACK
+from nanoray.machine.launchers import torchrun_variables
+from nanoray.machine.output import say
+from nanoray.machine.text import clock
 
 POLL_S = 0.1
 MOMENT_S = 0.2  # of CPU: more than a rank uses that only waits
@@ -495,7 +495,7 @@ class ProgramDriver:
         # What rank 0 prints is on the console already.
         is_shown = cause.rank == 0 or self.program.tee == "all"
         consequences = announce(cause, others, "" if is_shown else cause.detail)
-        cause.step = self.observer.step  # as far as --trace knows it
+        cause.step = self.observer.step  # with --trace; else seconds of the run
         fault = FaultReport(cause, consequences, len(self.failures) - 1, self.place.workers)
         fault.recovery = "none" if reason else "restart"
         fault.write(self.program.folder)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoray import __version__
-from nanoray.base.atomic import write_json
-from nanoray.base.environment import working_folder
 from nanoray.config.settings import public
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
+from nanoray.machine.atomic import write_json
+from nanoray.machine.environment import working_folder
 
 
 def write_program(program: RankProgram, keys: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from nanoray.cli.parsers import Parser
 from nanoray.config import Config, make_config, refuse_unknown_key
 from nanoray.config.run import name_of_file
 from nanoray.errors import ConfigError
-from nanoray.own.settings import DEFAULTS
+from nanoray.script.settings import DEFAULTS
 
 # Keys of the configuration that are flags here, with the same words and the same checks
 KEYS = (

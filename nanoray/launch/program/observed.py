@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from nanoray.base.output import say
-from nanoray.host.gpus import gpu_usage
-from nanoray.host.host import resident_bytes
 from nanoray.launch.gauges import RayMetrics
 from nanoray.launch.program.counts import Counts, read_counts
-from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
+from nanoray.machine.gpus import gpu_usage
+from nanoray.machine.host import resident_bytes
+from nanoray.machine.output import say
+from nanoray.observe.watch.record_files import JsonlWriter, TensorBoardWriter
 
 if TYPE_CHECKING:
-    from nanoray.trace.log import CommLog
-    from nanoray.trace.recorder import ClockOffset
+    from nanoray.observe.trace.log import CommLog
+    from nanoray.observe.trace.recorder import ClockOffset
 
 LOOK_S = 5.0  # between two looks; Ray drops a gauge that is not set for 20 s
 MOST_BYTES = 4 << 20  # of notes in one answer
@@ -183,8 +183,8 @@ class RunObserver:
             self._log.finish(self._clocks)
         if not self._traced:
             return
-        from nanoray.trace.log import CommLog
-        from nanoray.trace.recorder import ClockOffset
+        from nanoray.observe.trace.log import CommLog
+        from nanoray.observe.trace.recorder import ClockOffset
 
         self._clocks = [ClockOffset(0.0, 0.0)] * ranks
         if clocks:
@@ -221,7 +221,7 @@ class RunObserver:
 
     def _prepared(self, notes: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
         """Return notes with the steps' numbers in the run, and with the moment each bucket began."""
-        from nanoray.trace.recorder import GLOO_LANES, queue_starts
+        from nanoray.observe.trace.recorder import GLOO_LANES, queue_starts
 
         for of_rank in notes:
             for step in of_rank:

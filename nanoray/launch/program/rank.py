@@ -18,13 +18,13 @@ from typing import Any
 
 import ray
 
-from nanoray.base.proc import session_members
 from nanoray.faults.exit_record import oom_kills
-from nanoray.host.interfaces import free_port, interface_for_gloo
 from nanoray.launch.devices import bound_devices
 from nanoray.launch.program.counts import Counts
 from nanoray.launch.program.folder import digest, unpack
 from nanoray.launch.program.observed import RankObserver
+from nanoray.machine.interfaces import free_port, interface_for_gloo
+from nanoray.machine.proc import session_members
 
 STANDBY = Path(__file__).with_name("standby.py")
 # What a program of torch imports before it is known

@@ -24,7 +24,6 @@ from ray.util.scheduling_strategies import (
     NotIn,
 )
 
-from nanoray.base.output import say
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
@@ -40,6 +39,7 @@ from nanoray.launch.ray_compat import is_pending
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
 from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.worker import Worker
+from nanoray.machine.output import say
 
 POLL_S = 0.25  # how often the driver looks for a stop request while it waits for actors
 START_TRIES = 3  # how often a new actor may die before it is ready

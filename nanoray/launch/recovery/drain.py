@@ -23,11 +23,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from nanoray.base.output import say
 from nanoray.faults.cause import FailureCollector
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
 from nanoray.launch.recovery.rank_end import drain_of, end_drained
 from nanoray.launch.recovery.worker_group import WorkerGroup
+from nanoray.machine.output import say
 
 NOTICE_S = 0.1  # a closed connection is noticed within a few hundredths of a second
 

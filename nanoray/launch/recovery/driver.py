@@ -19,8 +19,6 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from nanoray.base.output import say
-from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
@@ -54,7 +52,9 @@ from nanoray.launch.recovery.watcher import Watcher
 from nanoray.launch.recovery.worker import DRIVER_SILENT_S
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop, StopRequested
-from nanoray.train.watch.observers import Console
+from nanoray.machine.output import say
+from nanoray.machine.points import reached
+from nanoray.observe.watch.observers import Console
 
 
 class Driver:

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.environment import from_here
-from nanoray.base.output import say
 from nanoray.faults import exit_record
 from nanoray.faults.cause import (
     Failure,
@@ -20,6 +18,8 @@ from nanoray.faults.cause import (
     without_progress,
 )
 from nanoray.faults.hang import Position
+from nanoray.machine.environment import from_here
+from nanoray.machine.output import say
 
 LOG_LINES = 8  # of a dead rank's log, in the report
 END_OF_LOG = "end of its log:"

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from nanoray.launch.placement import START_TIMEOUT_S
 from nanoray.launch.recovery.actors import ActorPool
-from nanoray.mesh.rendezvous import (
+from nanoray.parallel.rendezvous import (
     BackendChoice,
     RankDevice,
     Rendezvous,

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from nanoray.launch.gauges import RayMetrics
-from nanoray.train.track.observer import Observer
+from nanoray.observe.track.observer import Observer
 
 
 class MessageQueue(Observer):

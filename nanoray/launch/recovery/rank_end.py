@@ -22,7 +22,6 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nanoray.base.proc import start_time
 from nanoray.faults import exit_record
 from nanoray.faults.cause import BY_KERNEL, Failure, FailureCollector, how_it_ended, title_of
 from nanoray.faults.hang import Position, Watchdog, behind
@@ -32,6 +31,7 @@ from nanoray.launch.recovery.actors import ANSWER_S, first_line
 from nanoray.launch.recovery.fault_log import end_of_log
 from nanoray.launch.recovery.worker import DRIVER_SILENT_S, ORPHAN_CODE
 from nanoray.launch.recovery.worker_group import WorkerGroup
+from nanoray.machine.proc import start_time
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
 EXIT_RECORD_S = 5.0

@@ -24,9 +24,9 @@ from typing import Any
 
 from ray import cloudpickle
 
-from nanoray.base.script_errors import one_line
 from nanoray.errors import ConfigError
-from nanoray.own.settings import BY_RANK, ReachedRun
+from nanoray.machine.script_errors import one_line
+from nanoray.script.settings import BY_RANK, ReachedRun
 from nanoray.train.program import Trains
 
 

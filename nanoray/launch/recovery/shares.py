@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanoray.config import Config, batch_for
+from nanoray.config.layout import Layout, mirrored
 from nanoray.config.mesh import AXES
-from nanoray.mesh.layout import Layout, mirrored
 
 
 @dataclass(frozen=True)

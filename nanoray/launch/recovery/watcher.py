@@ -15,7 +15,6 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.base.output import say
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import SCRIPT
@@ -29,7 +28,8 @@ from nanoray.launch.recovery.run_state import RunState
 from nanoray.launch.recovery.worker import Heartbeat
 from nanoray.launch.recovery.worker_group import SETTLE_S, WorkerGroup
 from nanoray.launch.signals import Stop
-from nanoray.train.watch.observers import Console
+from nanoray.machine.output import say
+from nanoray.observe.watch.observers import Console
 
 # While ranks save, one that does not notice a lost peer for this long is ended. After a stop, so is one
 # whose script goes on although that of rank 0 has returned.

@@ -24,15 +24,12 @@ from typing import Any, NamedTuple
 
 import ray
 
-from nanoray.base.proc import start_time
-from nanoray.base.script_errors import exit_code_after, how_it_ended_itself
 from nanoray.checkpoint.run import RunSpec, can_regroup
+from nanoray.config.choose import require_compiler
 from nanoray.errors import NanorayError, OutOfMemory, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import NOT_BEGUN, ProgressFile
-from nanoray.host.choose import require_compiler
-from nanoray.host.host import available_memory_bytes, resident_bytes
 from nanoray.launch.devices import bound_devices
 from nanoray.launch.gauges import RayMetrics
 from nanoray.launch.ray_compat import memory_threshold
@@ -40,7 +37,10 @@ from nanoray.launch.recovery.messages import MessageQueue
 from nanoray.launch.recovery.rank_output import RankOutput
 from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.silence import DriverSilence
-from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.machine.host import available_memory_bytes, resident_bytes
+from nanoray.machine.proc import start_time
+from nanoray.machine.script_errors import exit_code_after, how_it_ended_itself
+from nanoray.parallel.rendezvous import Order, Rendezvous
 
 log = logging.getLogger("nanoray.rank")
 
@@ -200,7 +200,7 @@ class Worker:
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Return the version of the NCCL library in force on this node."""
         self._importing.join()
-        from nanoray.mesh.rendezvous import runtime_nccl_version
+        from nanoray.parallel.rendezvous import runtime_nccl_version
 
         return runtime_nccl_version()
 
@@ -211,7 +211,7 @@ class Worker:
         One rank is called: rank 0 of a new run, else a rank that holds the run's state.
         """
         self._importing.join()
-        from nanoray.mesh.rendezvous import open_store
+        from nanoray.parallel.rendezvous import open_store
 
         host = self._api.util.get_node_ip_address()
         self._store = open_store(host, world_size, timeout_s)
@@ -220,7 +220,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def break_meeting(self, secret: str, absent: int) -> None:
         """Write into this process's store that a rank which the others wait for is lost."""
-        from nanoray.mesh.mesh import break_meeting
+        from nanoray.parallel.mesh import break_meeting
 
         break_meeting(self._store, secret, absent)
 
@@ -233,7 +233,7 @@ class Worker:
         """
         is_present = self._spec is not None and self._spec.attempt == attempt
         if is_present and not self._waiting.is_set():
-            from nanoray.mesh.mesh import abort_groups
+            from nanoray.parallel.mesh import abort_groups
 
             abort_groups()
 
@@ -420,7 +420,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def stacks(self, log_file: str) -> int:
         """Append the stacks of all threads to the log; return the number of started collectives."""
-        from nanoray.mesh.mesh import collectives_started
+        from nanoray.parallel.mesh import collectives_started
 
         path = Path(log_file)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ from nanoray.launch.recovery.meeting import Meeting
 from nanoray.launch.recovery.shares import Shares
 from nanoray.launch.recovery.situation import NextGroup, Why
 from nanoray.launch.recovery.worker import Heartbeat
-from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.train.watch.observers import Console
+from nanoray.observe.watch.observers import Console
+from nanoray.parallel.rendezvous import Rendezvous
 
 HEARTBEAT_S = 1.0  # a rank whose position is unchanged answers after this long
 HEARTBEATS_PER_S = 500  # of all ranks together: each costs the driver about half a millisecond

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import WrongGradient
-from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.flow import MicroBatch
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.train.guard.replicas import combine, hash_tensors, sum_of_bits
 

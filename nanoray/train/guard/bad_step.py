@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from nanoray.mesh.memory import local_of
-from nanoray.mesh.mesh import Mesh
+from nanoray.machine.tensor_memory import local_of
 from nanoray.models.gpt import LMHead
+from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import MicroBatch
 
 NAMED = 4  # ranks that a message describes

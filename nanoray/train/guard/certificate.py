@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import append_line, read_json_lines
+from nanoray.machine.atomic import append_line, read_json_lines
 
 log = logging.getLogger("nanoray.rank")
 NAME = "hashes.jsonl"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
+from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.errors import StateDiverged
-from nanoray.mesh.memory import plain_memory
-from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import is_cut
-from nanoray.state.optimizer_part import optimizer_tensors
-from nanoray.state.train_state import TrainState
+from nanoray.machine.tensor_memory import plain_memory
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.pieces import is_cut
 from nanoray.train.fetch import share
 from nanoray.train.guard.certificate import format_hash
 

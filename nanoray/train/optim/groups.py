@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Config
-from nanoray.mesh.pieces import Shard, whole_shards
+from nanoray.parallel.pieces import Shard, whole_shards
 from nanoray.train.optim.muon import Muon
 from nanoray.train.optim.optim16 import Optim16
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from nanoray.state.optimizers import members_of
+from nanoray.checkpoint.state.optimizers import members_of
 
 
 def has_modes(optimizer: Optimizer) -> bool:

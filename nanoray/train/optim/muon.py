@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoray.base.compat import foreach_add, foreach_add_, foreach_mul_
 from nanoray.config import Config
-from nanoray.mesh.pieces import Shard
+from nanoray.machine.compat import foreach_add, foreach_add_, foreach_mul_
+from nanoray.parallel.pieces import Shard
 
 MOMENTUM = 0.95
 # The quintic a·X + b·(X·Xᵀ)·X + c·(X·Xᵀ)²·X, of which 5 rounds bring singular values of 0.01 to 1

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Config
-from nanoray.mesh.pieces import Shard
 from nanoray.models.dropout import derive_seed
 from nanoray.models.precision import weight_type
+from nanoray.parallel.pieces import Shard
 
 FP16_FACTOR = 2.0**12  # of the state in fp16: it reaches from 1.5e-11 to 16
 FP16_MOST = 65504.0

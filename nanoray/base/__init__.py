@@ -1,1 +1,0 @@
-"""What needs nothing of nanoray: files, output, metrics, storage."""

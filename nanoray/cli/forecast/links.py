@@ -1,0 +1,295 @@
+"""Topologies (YAML files of link speeds), and the seconds of collectives on them.
+
+    load_topology()     equal nodes of equal ranks    -> a link inside a node, one between nodes
+    all_reduce() ...    topology, ranks, bytes        -> seconds of latency and of transfer
+    placed()            layout, axis, topology        -> which link an axis uses, and its share of it
+
+Pure arithmetic, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nanoray.config import did_you_mean, refuse_unknown
+from nanoray.config.layout import Layout
+from nanoray.config.strict_yaml import read_file
+from nanoray.errors import ConfigError
+from nanoray.parallel.algorithms import cost
+
+TOPOLOGY_DIR = Path(__file__).resolve().parents[2] / "config" / "topologies"
+# Recursive doubling and flat send whole buffers at every step: at the size of gradient buckets they
+# never win.
+FLAT = ("ring", "tree", "double_tree", "halving_doubling")
+MODELS = (*FLAT, "two_level")
+LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
+
+
+def coefficients(algorithm: str, ranks: int, nbytes: int) -> tuple[float, float]:
+    """Return the number of messages that follow each other, and the bytes on the busiest link.
+
+    An all-reduce takes alpha · the first + beta · the second. `backend` counts as ring: gloo has
+    only that, and NCCL chooses it inside a node.
+    """
+    # The cost is linear in alpha and beta: one at 1 and the other at 0 gives a coefficient.
+    form = "ring" if algorithm == "backend" else algorithm
+    return cost(form, ranks, nbytes, 1.0, 0.0), cost(form, ranks, nbytes, 0.0, 1.0)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True
+    )
+
+
+class Link(_Strict):
+    """The latency of a message and the bandwidth of its bytes."""
+
+    alpha_us: Annotated[float, Field(ge=0)]
+    bandwidth_gb_per_s: Annotated[float, Field(gt=0)]
+
+    def costs(self) -> tuple[float, float]:
+        """Return alpha, seconds a message, and beta, seconds a byte."""
+        return 1e-6 * self.alpha_us, 1e-9 / self.bandwidth_gb_per_s
+
+
+class Topology(_Strict):
+    """Equal nodes of equal ranks. A link may be `fit`: a sweep of this machine fills it."""
+
+    note: str = ""  # where the numbers come from
+    ranks_per_node: Annotated[int, Field(ge=1)]
+    intra: Link | Literal["fit"]  # between two ranks of a node, while all of them talk
+    inter: Link | Literal["fit"]  # between two nodes: all network cards of a node together
+    lanes: Annotated[int, Field(ge=1)] = 1  # collectives in flight: 1 in NCCL, 2 in gloo
+    # Of a rank; None: a measurement of this machine replaces it
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    mfu: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that a rank alone reaches
+    memory_gb: Annotated[float, Field(gt=0)] | None = None  # of a rank's device, in 1e9 bytes
+
+    def filled(self, link: Link) -> Topology:
+        """Put the fitted link where the file says `fit`."""
+        return self.model_copy(
+            update={k: link for k in ("intra", "inter") if getattr(self, k) == "fit"}
+        )
+
+    @property
+    def levels(self) -> tuple[Link, Link]:
+        """Intra and inter link of a filled topology."""
+        assert isinstance(self.intra, Link), "fill it first"
+        assert isinstance(self.inter, Link), "fill it first"
+        return self.intra, self.inter
+
+
+def topology_names() -> list[str]:
+    """Return the names of the presets in nanoray/config/topologies."""
+    return sorted(path.stem for path in TOPOLOGY_DIR.glob("*.yaml"))
+
+
+def load_topology(name: str) -> Topology:
+    """Read a preset of nanoray/config/topologies, or a YAML file by its path. Raises ConfigError."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else TOPOLOGY_DIR / f"{name}.yaml"
+    # A name without a file is a typo of a preset; a path without a file fails below.
+    if path.parent == TOPOLOGY_DIR and not path.is_file():
+        refuse_unknown(name, topology_names(), "topology")
+    try:
+        values = read_file(path)
+        return Topology.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"topology {path}: {_problem(error, values)}") from None
+
+
+def complete_topology(name: str) -> Topology:
+    """Read a topology that has all numbers of a prediction. Raises ConfigError."""
+    topology = load_topology(name)
+    missing = [key for key in ("intra", "inter") if not isinstance(getattr(topology, key), Link)]
+    if not topology.peak_tflops:
+        missing.append("peak_tflops")
+    if missing:
+        raise ConfigError(
+            f"topology {name} has no number for {' and '.join(missing)}; write numbers into a YAML "
+            "file, or for this machine run `python -m nanoray.bench layouts predicted`"
+        )
+    return topology
+
+
+def _problem(error: ValidationError, values: Any) -> str:
+    """Describe the problem of the first wrong key, with its value."""
+    # A link is a Link or the word fit, and fails as both: the mapping is the one that was meant.
+    items = [e for e in error.errors() if "Link" in e["loc"]] or error.errors()
+    # A typo also leaves its key missing: the unknown key says more.
+    item = next((e for e in items if e["type"] == "extra_forbidden"), items[0])
+    loc = [str(part) for part in item["loc"] if not str(part).startswith(("Link", "literal"))]
+    if item["type"] == "extra_forbidden":
+        known = Link.model_fields if len(loc) > 1 else Topology.model_fields
+        return f"unknown key {'.'.join(loc)}; {did_you_mean(loc[-1], sorted(known))}"
+    if item["type"] == "missing":
+        return f"{'.'.join(loc)} is missing; add it"
+    text = item["msg"] if loc else "it must hold `key: value` lines"
+    return f"{'.'.join(loc) or 'its content'} = {item['input']!r}: {text}"
+
+
+class Cost(NamedTuple):
+    """The seconds of one collective. Latencies of two lanes overlap; transfers share the link."""
+
+    latency_s: float
+    transfer_s: float
+    cpu: float = 0.0  # cores that each rank's collective keeps busy while it runs: 0 on GPUs
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_s + self.transfer_s
+
+
+def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of an all-reduce of `nbytes` over `ranks` that fill node after node; no
+    switch blocks.
+
+    flat       Of the messages that follow each other, as many cross nodes as the algorithm needs among the nodes
+               alone; the bytes flow at the pace of the slowest link.
+    two_level  Ring reduce-scatter inside each node, the fastest flat all-reduce among the nodes (every rank its part,
+               so all network cards work), ring all-gather inside: three phases, one after the other.
+    best       The fastest of them, as a tuner would choose.
+    """
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    if algorithm == "best":
+        algorithm = best(topology, ranks, nbytes)
+    local = min(ranks, topology.ranks_per_node)
+    nodes = math.ceil(ranks / local)
+    intra, inter = (link.costs() for link in topology.levels)
+    if algorithm == "two_level":
+        inside = _flat("ring", local, nbytes, intra)
+        among = min((_flat(name, nodes, nbytes, inter) for name in FLAT), key=lambda c: c.seconds)
+        return in_sequence([(1, inside), (1, among)])
+
+    # Flat: some messages cross nodes, and the slowest link in use sets the pace of all bytes.
+    messages, moved = coefficients(algorithm, ranks, nbytes)
+    crossing = 0.0
+    slowest = 0.0
+    if nodes > 1:
+        crossing = coefficients(algorithm, nodes, nbytes)[0]
+        slowest = inter[1]
+    if local > 1:
+        slowest = max(slowest, intra[1])
+    latency_s = crossing * inter[0] + (messages - crossing) * intra[0]
+    return Cost(latency_s, moved * slowest)
+
+
+def best(topology: Topology, ranks: int, nbytes: int) -> str:
+    """Return the fastest algorithm for these ranks and bytes."""
+    return min(MODELS, key=lambda name: all_reduce(topology, name, ranks, nbytes).seconds)
+
+
+def _flat(algorithm: str, ranks: int, nbytes: int, link: tuple[float, float]) -> Cost:
+    """Return the cost of an all-reduce on one level; nothing for one rank."""
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    messages, moved = coefficients(algorithm, ranks, nbytes)
+    return Cost(messages * link[0], moved * link[1])
+
+
+def in_sequence(costs: Iterable[tuple[float, Cost]]) -> Cost:
+    """Return collectives that follow one another as one, whose cores are the mean over its time.
+
+    `costs`: how often each of them comes.
+    """
+    latency_s = 0.0
+    transfer_s = 0.0
+    core_seconds = 0.0
+    for count, each in costs:
+        latency_s += count * each.latency_s
+        transfer_s += count * each.transfer_s
+        core_seconds += count * each.cpu * each.seconds
+    if not core_seconds:
+        return Cost(latency_s, transfer_s, 0.0)
+    return Cost(latency_s, transfer_s, core_seconds / (latency_s + transfer_s))
+
+
+# The other collectives. `nbytes` is the whole tensor: the result of an all-gather, or all that a
+# rank sends in an all-to-all.
+
+
+def all_gather(topology: Topology, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of an all-gather: half a ring, flat or on two levels, whichever is faster."""
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    local = min(ranks, topology.ranks_per_node)
+    intra, inter = (link.costs() for link in topology.levels)
+    inside = _flat("ring", local, nbytes, intra)
+    among = _flat("ring", math.ceil(ranks / local), nbytes, inter)
+    flat = all_reduce(topology, "ring", ranks, nbytes)
+    ring = min(in_sequence([(1, inside), (1, among)]), flat, key=lambda c: c.seconds)
+    return Cost(ring.latency_s / 2, ring.transfer_s / 2)
+
+
+def all_to_all(topology: Topology, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of sending each rank its part: both links at once, one message per rank."""
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    local = min(ranks, topology.ranks_per_node)
+    intra, inter = (link.costs() for link in topology.levels)
+    part = nbytes / ranks
+    inside_s = (local - 1) * part * intra[1]
+    outside_s = local * (ranks - local) * part * inter[1]  # all ranks of a node share its link
+    latency_s = (local - 1) * intra[0] + (ranks - local) * inter[0]
+    return Cost(latency_s, max(inside_s, outside_s))
+
+
+def send(topology: Topology, ranks: int, nbytes: int) -> Cost:
+    """Return the cost of a message to the next rank; between nodes if `ranks` fill more than one."""
+    if ranks == 1:
+        return Cost(0.0, 0.0)
+    intra, inter = topology.levels
+    link = inter if ranks > topology.ranks_per_node else intra
+    alpha_s, beta_s_per_byte = link.costs()
+    return Cost(alpha_s, nbytes * beta_s_per_byte)
+
+
+# The groups of an axis on the nodes.
+
+
+class GroupPlace(NamedTuple):
+    """The place of a group of an axis on the nodes; where groups differ, of the slowest group."""
+
+    ranks: int
+    local: int  # of them on one node
+    sharing: int  # groups whose bytes leave a node at the same time
+
+    @property
+    def inside(self) -> bool:
+        """Return whether no group leaves its node."""
+        return self.local == self.ranks
+
+
+def placed(layout: Layout, axis: str, ranks_per_node: int) -> GroupPlace:
+    """Return the place of the groups of an axis. Rank r is on node r // ranks_per_node.
+
+    `axis`: one of those that a layout has groups of.
+    """
+    stride, size = layout.steps[axis]
+    on_node = min(ranks_per_node, layout.world_size)
+    if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
+        return GroupPlace(size, size, on_node // size)
+
+    # A group takes every `stride`-th rank, so a node has `per_node` places for its members. Groups
+    # that do not divide these places, or a stride that drifts, leave some groups fewer on a node.
+    per_node = max(1, ranks_per_node // stride)
+    if size > per_node:
+        local = per_node
+    elif ranks_per_node % stride == 0:
+        local = math.gcd(per_node, size)
+    else:
+        local = 1
+    return GroupPlace(size, local, max(1, on_node // local))
+
+
+def seen_by(topology: Topology, place: GroupPlace) -> Topology:
+    """Return the topology of one group: its ranks on a node, its share of the link between nodes."""
+    _, inter = topology.levels
+    own = Link(alpha_us=inter.alpha_us, bandwidth_gb_per_s=inter.bandwidth_gb_per_s / place.sharing)
+    return topology.model_copy(update={"ranks_per_node": place.local, "inter": own})

@@ -1,0 +1,237 @@
+"""The plan of a run: its settings for a number of ranks and a dataset, or why they cannot work.
+
+The driver uses it, so torch is imported late.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from nanoray.cli import Loaded, Scale
+from nanoray.config import VOCAB_MULTIPLE, Config, Settings, resolve_batch
+from nanoray.config.conflicts import refuse
+from nanoray.config.layout import Layout
+from nanoray.config.load import run_folder_of
+from nanoray.config.settings import lines_of
+from nanoray.config.sizes import require_divisible, require_groups
+from nanoray.data.cifar10 import CLASSES
+from nanoray.data.dataset import DatasetInfo
+from nanoray.data.download import NotDownloaded
+from nanoray.data.initial_weights import describe_init
+from nanoray.data.prepare import prepare
+from nanoray.errors import ConfigError
+from nanoray.faults.plan import parse_plan
+
+S = TypeVar("S", bound=Settings)
+
+
+def plan(settings: S, ranks: int, dataset: DatasetInfo) -> S:
+    """Return the settings with what follows from the number of ranks and from the dataset.
+
+    Raises ConfigError for a mesh, batch, fault or flag that cannot work with this number of ranks.
+    """
+    config = settings.config
+    dp = Layout.of(config, ranks).dp
+    if config.tp > 1:
+        # The output head is cut over the padded vocabulary, so tp must divide the padded size.
+        padded = -(-dataset.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        require_divisible(config.tp, config.n_head, config.n_embd, padded)
+
+    if config.scaling == "nanochat":
+        from nanoray.models.costs import scaling_parameters
+        from nanoray.models.gpt import ModelShape
+
+        params = scaling_parameters(ModelShape.of(config, dataset.vocab_size))
+        settings = apply_scaling(settings, params, dp)
+
+    # A run that is resumed has its own weights.
+    if run_folder_of(config.resume) is None:
+        settings = settings.note(*describe_init(config, dataset))
+
+    # After the scaling rules, which may have changed the global batch size.
+    config = settings.config
+    batch = resolve_batch(config, dp)
+    if config.pp > 1:
+        require_groups(config.pp_schedule, config.pp, batch.accum)
+    if config.num_epochs:
+        settings = _count_steps(settings, dataset, batch.global_size)
+        config = settings.config
+    # What needs other ranks is refused here, where their number is known
+    refuse(config, ranks=ranks)
+    # A fault that cannot fire would make a test of recovery pass without testing it.
+    for fault in parse_plan(config.faults):
+        if fault.rank >= ranks:
+            raise ConfigError(
+                f"fault on rank {fault.rank} would never fire: ranks are 0 to {ranks - 1}"
+            )
+        if fault.step > config.max_steps:
+            raise ConfigError(
+                f"fault at step {fault.step} would never fire: max_steps is {config.max_steps}"
+            )
+    return settings
+
+
+def last_lines(planned: Loaded) -> list[str]:
+    """Return the last lines of a dry run; with --verbose who has set each key without its default."""
+    lines = [f"setting    {line}" for line in lines_of(planned.chosen()) if planned.verbose]
+    return [*lines, "dry run: nothing was started"]
+
+
+def _count_steps(settings: S, dataset: DatasetInfo, global_size: int) -> S:
+    """Turn num_epochs into max_steps.
+
+    An epoch of a text has as many sequences as fit into it side by side.
+    """
+    config = settings.config
+    if dataset.kind == "images":
+        samples = dataset.train_tokens
+        unit = "images"
+    else:
+        samples = max(1, dataset.train_tokens // config.block_size)
+        unit = "sequences"
+    # Rounded up: the last step may reach into the next epoch.
+    steps = -(-config.num_epochs * samples // global_size)
+    reason = f"{config.num_epochs} epoch(s) × {samples:,} {unit} / {global_size} per step"
+    settings = settings.set({"max_steps": steps, "num_epochs": 0}, reason)
+    return settings.note(f"epochs max_steps = {steps}: {reason}")
+
+
+# nanochat's scaling rules: steps, batch, learning rate and weight decay from a model's size.
+
+
+# nanochat's reference point: depth 12 (width 768, vocabulary 32,768) trained on r = 12 tokens per
+# scaling parameter with 2^19 tokens a batch. The rules move a recipe tuned there to another size.
+_REF_BATCH_TOKENS = 2**19
+_REF_SCALING_PARAMS = 12 * 12 * 768**2 + 32768 * 768
+_REF_TOKENS_PER_PARAM = 12.0
+
+
+def apply_scaling(settings: S, scaling_params: int, dp: int) -> S:
+    """Derive tokens from the model's size, batch from tokens, rate and decay from the batch.
+
+    D = r·S; B = B_ref·(D/D_ref)^0.383 rounded to a power of two; lr ∝ √(B/B_ref); weight decay ∝
+    √(B/B_ref)·D_ref/D. `lr`, `muon_lr` and `weight_decay` of the configuration are taken as the
+    values at the reference point. Keys that the user has given are kept. The batch is at least
+    one sequence per rank and a multiple of the ranks' micro batches.
+    """
+    config, given = settings.config, settings.given
+    tokens = config.tokens_per_param * scaling_params
+    ref_tokens = _REF_TOKENS_PER_PARAM * _REF_SCALING_PARAMS
+    unit = max(1, config.micro_batch_size) * max(1, config.grad_accum_steps) * dp
+    if "global_batch_size" in given:
+        sequences = config.global_batch_size
+    else:
+        batch_tokens = 2 ** round(math.log2(_REF_BATCH_TOKENS * (tokens / ref_tokens) ** 0.383))
+        sequences = max(1, round(batch_tokens / config.block_size / unit)) * unit
+    steps = config.max_steps
+    if "max_steps" not in given:
+        steps = max(1, round(tokens / (sequences * config.block_size)))
+
+    # The noise of a gradient falls with the root of the batch, so rates may rise with it.
+    ratio = sequences * config.block_size / _REF_BATCH_TOKENS
+    lr_factor = math.sqrt(ratio)
+    decay = config.weight_decay * lr_factor * ref_tokens / tokens
+    by_batch = f"√(B/B_ref = {ratio:.3g})"
+
+    # key -> its value, and the reason for it
+    derived = {
+        "global_batch_size": (
+            sequences,
+            f"2^19 tok × (D/D_ref = {tokens / ref_tokens:.3g})^0.383 as a power of two, in units "
+            f"of {unit} sequences",
+        ),
+        "max_steps": (
+            steps,
+            f"D = {config.tokens_per_param:g} tok × S = {scaling_params:,} parameters = "
+            f"{tokens:.3g} tok",
+        ),
+        "lr": (config.lr * lr_factor, f"{config.lr:g} × {by_batch}"),
+    }
+    if config.optimizer == "muon":
+        derived["muon_lr"] = (config.muon_lr * lr_factor, f"{config.muon_lr:g} × {by_batch}")
+    derived["min_lr"] = (config.min_lr * lr_factor, f"{config.min_lr:g} × {by_batch}")
+    derived["weight_decay"] = (
+        decay,
+        f"{config.weight_decay:g} × {by_batch} × D_ref/D = {ref_tokens / tokens:.3g}",
+    )
+    for key in derived.keys() & given:
+        del derived[key]
+
+    values = {key: value for key, (value, _) in derived.items()}
+    reasons = {key: reason for key, (_, reason) in derived.items()}
+    done = {"expected_val_loss": {}, "scaling": "none"}
+    settings = settings.set(values | done, reasons | dict.fromkeys(done, "scaling nanochat"))
+    return settings.note(
+        *(f"scale  {key} = {values[key]:.4g}: {reason}" for key, reason in reasons.items())
+    )
+
+
+# The plan of `--dry_run --world_size N`: a run on any number of ranks, which need not exist.
+
+
+def forecast_at(loaded: Loaded, scale: Scale) -> list[str]:
+    """Plan a run at a scale, and return what it would do. Raises ConfigError."""
+    from nanoray.cli.forecast.dry_run import dry_run_lines, step_lines
+    from nanoray.cli.forecast.links import complete_topology
+
+    if loaded.config.model == "own":
+        raise ConfigError(
+            "world_size describes ranks by formulas, but model = own has none; use --workers "
+            f"{scale.world_size}"
+        )
+    topology = complete_topology(scale.topology) if scale.topology else None
+
+    # The same rules as for a run.
+    try:
+        dataset = known_dataset(loaded.config)
+        planned = plan(loaded, scale.world_size, dataset)
+        config = planned.config
+        batch = resolve_batch(config, Layout.of(config, scale.world_size).dp)
+    except ConfigError as error:
+        raise ConfigError(f"world_size = {scale.world_size}: {error}") from None
+
+    # A topology describes GPUs. Without one, `device = auto` means what this machine has.
+    if topology is None:
+        lines = dry_run_lines(
+            config, planned.notes, batch, dataset, "ranks that need not exist", scale.memory_gb
+        )
+        return [*lines, *last_lines(planned)]
+    size = topology.ranks_per_node
+    where = f"{-(-scale.world_size // size):,} node(s) of {size} ({scale.topology})"
+    memory_gb = scale.memory_gb or topology.memory_gb
+    lines = dry_run_lines(config, planned.notes, batch, dataset, where, memory_gb, on_gpus=True)
+    lines += step_lines(config, dataset, batch, topology, memory_gb)
+    return [*lines, *last_lines(planned)]
+
+
+def dataset_of_dry_run(config: Config) -> DatasetInfo:
+    """Return the dataset of a run; where it could not be downloaded, what is known of it."""
+    try:
+        return prepare(config)
+    except NotDownloaded as error:
+        if config.num_epochs:  # its length decides how many steps there are
+            raise
+        return replace(known_dataset(config), note=f"not there yet: {error}")
+
+
+def known_dataset(config: Config) -> DatasetInfo:
+    """Return a description of the data that is as true as it can be without reading them.
+
+    Only a text or folder of the user's own, and epochs, are read.
+    """
+    if config.model == "resnet":
+        return DatasetInfo(
+            config.dataset, "not read", Path(), "uint8", len(CLASSES), 0, 0, "", "", {}, "images"
+        )
+    from nanoray.data.tokenizer import VOCAB
+
+    if config.num_epochs or config.dataset not in ("auto", "shakespeare", "stdlib"):
+        return prepare(config)
+    tokenizer = config.tokenizer
+    if config.dataset == "stdlib" and tokenizer == "auto":
+        tokenizer = "byte"
+    note = f"not read: tokenizer {tokenizer} is assumed"
+    return DatasetInfo(config.dataset, note, Path(), "uint16", VOCAB[tokenizer], 0, 0, "", "", {})

@@ -1,0 +1,166 @@
+"""Generate text from a checkpoint: `nanoray sample --prompt 'To be'`.
+
+A file of weights, as `--init_from` reads it, will do as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from nanoray.checkpoint.begin import load_weights
+from nanoray.checkpoint.find import find_run
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
+from nanoray.config.weights import find
+from nanoray.data.dataset import DatasetInfo
+from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.sampling import generate
+
+
+def make_parser() -> Parser:
+    """Return the parser of `nanoray sample`."""
+    parser = tool_parser(name_program("sample"), "Generate text from a checkpoint.")
+    parser.add_argument(
+        "path",
+        nargs="?",
+        default=RUNS,
+        type=Path,
+        help="folder of a run, or of several: the newest of them; or a step_* folder, or a file of "
+        "weights, of `nanoray checkpoint import` or `nanoray checkpoint export` [runs]",
+    )
+    parser.add_argument(
+        "--prompt", help="text to continue [a newline, or the first token where there is none]"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=300, help="tokens to generate [300]")
+    parser.add_argument("--num_samples", type=int, default=1, help="how many samples [1]")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 is greedy, 1 samples as trained [0.8]"
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=200, help="sample among the k most likely tokens [200]"
+    )
+    parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling [1337]")
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default_device, help="cuda or cpu")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray sample` and return its exit code."""
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        print("\n---\n".join(samples(args)), flush=True)
+
+    return exit_code_of(run)
+
+
+def samples(args: argparse.Namespace) -> list[str]:
+    """Return the samples for these arguments. Raises CheckpointError or ConfigError."""
+    # The sampling's own generator. Making it first refuses a bad device before anything is read.
+    try:
+        generator = torch.Generator(device=args.device)
+    except (RuntimeError, AssertionError):
+        raise ConfigError(
+            f"device = {args.device} cannot be used here; give --device cuda or cpu"
+        ) from None
+    generator.manual_seed(args.seed)
+
+    path = args.path.expanduser()
+    device = torch.device(args.device)
+    if path.is_file():
+        gpt, tokenizer, title = load_file(path, device)
+    else:
+        state, folder = load_state(path)
+        gpt, dataset = rebuild(state, device)
+        tokenizer = tokenizer_from_json(dataset.tokenizer)
+        loss = state.meta["val_loss"]
+        loss_text = "" if loss is None else f" · val loss {loss:.4f}"
+        title = f"{folder} · step {state.meta['step']}{loss_text}"
+
+    # An empty prompt is an error: the model needs one token to predict the next.
+    if args.prompt is None:
+        tokens = tokenizer.start()
+    else:
+        tokens = tokenizer.encode(args.prompt).tolist()
+    if not tokens:
+        raise ConfigError("the prompt is empty; give --prompt at least one character")
+
+    # All samples are one batch of the same prompt.
+    num_samples = max(1, args.num_samples)
+    prompt = torch.tensor([tokens] * num_samples, device=args.device)  # (B, T)
+    rows = generate(gpt, prompt, args.max_new_tokens, args.temperature, args.top_k, generator)
+
+    # To stderr, so that stdout has only the text.
+    print(title, file=sys.stderr)
+    return [tokenizer.decode(row) for row in rows.tolist()]
+
+
+def load_state(path: Path) -> tuple[StateDict, Path]:
+    """Load the newest valid checkpoint below `path`, and return its folder with it.
+
+    `path` is a step folder, a run folder, or an out_dir, of which the newest run with a checkpoint is
+    taken. Raises ConfigError where no run is, and CheckpointError where none has a checkpoint.
+    """
+    # state.json marks a step folder. Anything else is taken for an out_dir, and "auto" searches it.
+    is_step = (path / "state.json").exists()
+    is_run = (path / "checkpoints").exists() or path.name == "checkpoints"
+    resume = str(path)
+    if not is_step and not is_run:
+        find_run_folder(path)
+        resume = "auto"
+
+    passed_over: list[str] = []
+    checkpoint = find_run(path, resume, {}, passed_over=passed_over)
+    if checkpoint is None:
+        reasons = "".join(f"; {note}" for note in passed_over)
+        raise CheckpointError(
+            f"{path} holds no run with a valid checkpoint{reasons}; train first, or give another "
+            "folder"
+        )
+    for note in checkpoint.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    return checkpoint.state, checkpoint.path
+
+
+def load_file(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, str]:
+    """Return the model of a file of weights, its tokenizer, and a line on them.
+
+    Without a known tokenizer, text is ids. Raises ConfigError.
+    """
+    weights = find(str(path))
+    gpt = GPT(ModelShape(**weights.shape))
+    load_weights(gpt, weights)
+    tokenizer: Tokenizer = IdTokenizer(gpt.shape.vocab_size)
+    if weights.tokenizer:
+        tokenizer = tokenizer_from_json(weights.tokenizer)
+    return gpt.to(device).eval(), tokenizer, str(weights.path)
+
+
+def rebuild(state: StateDict, device: torch.device) -> tuple[GPT, DatasetInfo]:
+    """Return the checkpoint's model, in evaluation mode, and the dataset that it was trained on.
+
+    Raises CheckpointError for a model that generates no text.
+    """
+    kind = state.meta["dataset"].get("kind")
+    if kind == "images":
+        raise CheckpointError(
+            "this checkpoint is of a resnet, which classifies images; give one of a gpt for text"
+        )
+    if kind == "own":
+        raise CheckpointError(
+            "this checkpoint is of a script's own model, which only that script can build; use it"
+        )
+    gpt = GPT(ModelShape(**state.meta["model_shape"])).to(device)
+    gpt.load_state_dict(state.model)
+    return gpt.eval(), DatasetInfo.from_dict(state.meta["dataset"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Programs that look closer: tune, check, inspect, replay. Nothing imports them."""

@@ -1,0 +1,113 @@
+"""`nanoray inspect [TARGET]`: a model module by module; with --verify what one batch does in it.
+
+TARGET is the folder of a run, or of several (the newest of them), a checkpoint, a YAML file, the
+name of a preset, or a script with its own model. Without one it is the newest run in runs. Flags of
+`nanoray train --help all` change the configuration:
+`nanoray inspect gpt2-124m --tp 2 --world_size 8`. Exit code 1: --verify found a loss or a gradient
+that is not finite, or a parameter without a gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from nanoray.checkpoint.run import newest_record
+from nanoray.cli import (
+    RUNS,
+    Parser,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    tool_parser,
+    writing,
+)
+from nanoray.config.load import run_folder_of
+from nanoray.config.mesh import AXES
+from nanoray.errors import ConfigError
+from nanoray.machine.atomic import replace_text
+
+
+def make_parser() -> Parser:
+    """Return the parser of `nanoray inspect`."""
+    parser = tool_parser(name_program("inspect"), __doc__)
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        default=str(RUNS),
+        help="run folder, step folder, YAML file, preset, or script.py [the newest run in runs]",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="run one batch on this CPU: weights, gradients and activations of each module",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all of it, with every rank's pieces"
+    )
+    parser.add_argument(
+        "--world_size",
+        type=int,
+        metavar="N",
+        help="ranks to lay out [the run's; else workers, or "
+        f"{'*'.join(axis.key for axis in AXES)}]",
+    )
+    parser.add_argument(
+        "--function", default="main", help="of a script: what nanoray.launch would call [main]"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray inspect` and return the exit code."""
+    return exit_code_of(lambda: _run(*make_parser().parse_known_args(argv)))
+
+
+def _run(args: argparse.Namespace, flags: list[str]) -> int:
+    # Imported late: --help must not wait for torch.
+    from nanoray.checkpoint.tensorfile import plain
+    from nanoray.lab.inspect.batch import run_batch
+    from nanoray.lab.inspect.subject import find_subject
+    from nanoray.lab.inspect.text import lines
+    from nanoray.lab.inspect.tree import dump
+    from nanoray.observe.watch.dangers import FILE
+
+    if args.world_size is not None and args.world_size < 1:
+        raise ConfigError(
+            f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay "
+            "out"
+        )
+
+    # What is known without computing anything, then what the run's folder and --verify add.
+    target = _choose_target(args.target)
+    subject = find_subject(target, flags, args.world_size, args.function, args.verify)
+    description = dump(subject)
+    run = run_folder_of(target) if Path(target).expanduser().is_dir() else None
+    if run:
+        description["statistics"] = newest_record(run, FILE)
+    if args.verify:
+        description["verify"] = run_batch(subject, description)
+
+    print("\n".join(lines(description)))
+    if args.json:
+        text = json.dumps(plain(description, "dump"), indent=1, allow_nan=False) + "\n"
+        with writing(args.json, "give another path"):
+            replace_text(args.json, text)
+        print(args.json)
+    batch = description["verify"]
+    return 1 if batch and batch["problems"] else 0
+
+
+def _choose_target(target: str) -> str:
+    """Return the target; of a folder of several runs the newest run. Raises ConfigError."""
+    folder = Path(target).expanduser()
+    is_folder = folder.is_dir() or folder == RUNS
+    if is_folder and run_folder_of(target) is None:
+        return str(find_run_folder(folder))
+    return target
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

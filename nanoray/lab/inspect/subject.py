@@ -1,0 +1,289 @@
+"""What `nanoray inspect` looks at: a run, one of its checkpoints, a configuration, or a script with
+its own model.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.checkpoint.find import find_run
+from nanoray.checkpoint.state.state_dict import StateDict
+from nanoray.cli import parse_args
+from nanoray.cli.forecast.owners import rank_model
+from nanoray.cli.forecast.trial import Loss
+from nanoray.cli.run_plan import known_dataset
+from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
+from nanoray.config.choose import choose_attention, choose_precision
+from nanoray.config.layout import DIVISIONS, Coords, Layout
+from nanoray.data.dataset import DatasetInfo, own_data
+from nanoray.data.prepare import prepare
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.machine.atomic import read_json
+from nanoray.machine.host import cpu_features
+from nanoray.models.build import OwnShape, shape_of
+from nanoray.models.gpt import ModelShape
+from nanoray.models.precision import weight_type
+from nanoray.models.resnet import ResNetShape
+from nanoray.script.program import call_until_fit
+from nanoray.script.settings import DEFAULTS
+from nanoray.script.task import OwnTask
+
+PROG = "nanoray inspect"
+# Flags of a run that name another configuration than TARGET does, or belong to a dry run.
+NO_EFFECT = (
+    "--config",
+    "--preset",
+    "--resume",
+    "--dry_run",
+    "--quiet",
+    "--verbose",
+    "--topology",
+    "--memory_gb",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with all that is known of it. `example` is one micro batch: its shapes count, and of
+    a script its values.
+
+    `model` is whole and takes no memory, but for a script's own, which is the real one.
+    """
+
+    title: str
+    config: Config  # with the precision and the kernels that it is computed with
+    why: str  # that precision
+    dataset: DatasetInfo
+    layout: Layout
+    batch: Batch
+    model: nn.Module
+    shape: ModelShape | ResNetShape | OwnShape
+    example: tuple[Any, Any]
+    loss: Loss = lambda model, x, y: model(x, y)
+    optimizer: torch.optim.Optimizer | None = None  # of a script
+    state: StateDict | None = None
+    checkpoint: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def script(self) -> bool:
+        """Whether the model is the real one of a script."""
+        return self.optimizer is not None
+
+    def at(self, place: Coords) -> nn.Module:
+        """Return the model on the meta device as the rank at `place` has it before data parallelism
+        shares it.
+        """
+        if isinstance(self.shape, OwnShape):
+            return deepcopy(self.model).to("meta")
+        return rank_model(
+            self.config, self.dataset.vocab_size, weight_type(self.config.precision), place
+        )
+
+
+def find_subject(
+    target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False
+) -> Subject:
+    """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
+
+    `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that
+    can be read here.
+    """
+    path = Path(target).expanduser()
+    script = path.suffix == ".py" and path.is_file()
+    _refuse_ignored(flags)
+    if script:
+        return _of_script(path, flags, world_size, function)
+    what = "Dump a model"
+    if path.is_dir():
+        config = parse_args(["--resume", str(path), *flags], PROG, what).config
+        return _of_run(path, config, world_size)
+    if path.is_file():
+        config = parse_args(["--config", str(path), *flags], PROG, what).config
+    else:
+        if target not in preset_names():
+            raise ConfigError(
+                f"{target} is no folder of a run, no file and no preset; "
+                f"{did_you_mean(target, preset_names())}"
+            )
+        config = parse_args(["--preset", target, *flags], PROG, what).config
+    if config.model == "own":
+        raise ConfigError(
+            "model = own has no model without its script; give the script: nanoray inspect "
+            "SCRIPT.py"
+        )
+    return _described(
+        target, config, prepare(config) if ready else known_dataset(config), world_size
+    )
+
+
+def _refuse_ignored(flags: list[str]) -> None:
+    """Raise ConfigError for a flag of a run that would have no effect here."""
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name in NO_EFFECT:
+            raise ConfigError(
+                f"{name} would be ignored: TARGET names the configuration, and inspect starts "
+                "nothing; drop it"
+            )
+
+
+def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
+    """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's
+    configuration.
+    """
+    if config.model == "own":
+        raise ConfigError(
+            f"the model of {path} is a script's own; give that: nanoray inspect SCRIPT.py"
+        )
+    found = None
+    notes = []
+    try:
+        found = find_run(path, str(path), {})
+    except CheckpointError as error:
+        if not (path / "config.json").is_file():
+            raise
+        notes.append(f"without weights: {error}")
+    saved: dict[str, Any] = {}
+    if found:
+        notes += found.notes
+        saved = found.state.meta
+        world_size = world_size or saved["world_size"]
+        decided = saved.get("config") or {}
+        # `auto` was decided on the machine of the run, which may differ from this one.
+        update = {
+            key: decided[key]
+            for key in ("precision", "attention")
+            if getattr(config, key) == "auto" and key in decided
+        }
+        config = config.model_copy(update=update)
+        dataset = DatasetInfo.from_dict(saved["dataset"])
+    else:
+        dataset = _dataset_of_run(path) or known_dataset(config)
+    made = _described(path.resolve().name, config, dataset, world_size)
+    state = found.state if found else None
+    checkpoint = found.path if found else None
+    return replace(made, state=state, checkpoint=checkpoint, notes=[*notes, *made.notes])
+
+
+def _dataset_of_run(path: Path) -> DatasetInfo | None:
+    with suppress(ValueError, KeyError):
+        return DatasetInfo.from_dict(read_json(path / "run.json")["dataset"])
+    return None
+
+
+def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int | None) -> Subject:
+    """Return a model of nanoray's own, on the meta device."""
+    wanted, features = config.precision, cpu_features()
+    why = "asked for"
+    if wanted == "auto":
+        precision, why = choose_precision(config, "cpu", features)
+        config = config.model_copy(update={"precision": precision})
+    if config.model == "gpt":
+        config = config.model_copy(
+            update={"attention": choose_attention(config, "cpu", config.precision, features)}
+        )
+    ranks = world_size or _workers_of(config)
+    layout = Layout.of(config, ranks)
+    batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
+    # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
+    uncut = dict.fromkeys(DIVISIONS, 1)
+    whole = config.model_copy(update={**uncut, "sequence_parallel": False})
+    model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords())
+    example = example_of(config, batch.micro)
+    return Subject(title, config, why, dataset, layout, batch, model, shape, example)
+
+
+def _workers_of(config: Config) -> int:
+    """Return the ranks of a configuration; where any number will do, the least that divide so."""
+    if isinstance(config.workers, int):
+        return config.workers
+    least = config.replica_ranks * config.ep
+    if config.replicas > 1:
+        # A group of one data rank shards nothing.
+        least *= 2 * config.replicas
+    return least
+
+
+def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a micro batch; only their shapes and types mean anything."""
+    if config.model == "resnet":
+        return torch.zeros(micro, 3, 32, 32), torch.zeros(micro, dtype=torch.long)
+    tokens = torch.zeros(micro, config.block_size, dtype=torch.long)
+    return tokens, tokens.clone()
+
+
+def _of_script(path: Path, flags: list[str], world_size: int | None, function: str) -> Subject:
+    """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro
+    batch.
+    """
+    loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
+    config = loaded.config
+    found: list[Subject] = []
+    if config.model != "own":
+        raise ConfigError(
+            f"model = {config.model} would be ignored: {path} brings its own; drop --model"
+        )
+    # A given global batch decides the micro batch, so the default one must not contradict it.
+    if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
+        config = config.model_copy(update={"micro_batch_size": 0})
+    ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
+
+    def take_subject(task: OwnTask) -> None:
+        decided, batch, example = task.example()
+        precision = "fp32" if decided.precision == "auto" else decided.precision
+        decided = decided.model_copy(update={"precision": precision})
+        layout, model = Layout.of(decided, ranks), task.model()
+        optimizer = task.optimizer(model, None)
+        found.append(
+            Subject(
+                path.name,
+                decided,
+                "of the script",
+                own_data(),
+                layout,
+                batch,
+                model,
+                OwnShape(),
+                example,
+                task.mean_loss,
+                optimizer,
+            )
+        )
+
+    with _as_script(path):
+        # Any name but __main__ skips the part of the script that starts a run.
+        main = runpy.run_path(str(path), run_name="inspected").get(function)
+        if not callable(main):
+            raise ConfigError(
+                f"{path} has no function {function}, which nanoray.launch would call; name it with "
+                "--function"
+            )
+        call_until_fit(main, config, loaded.given, ranks, take_subject)
+    return found[0]
+
+
+@contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let a script see the modules and the arguments that it has as `python SCRIPT.py`."""
+    argv = sys.argv
+    folders = [*sys.path]
+    sys.argv = [str(path)]
+    # Python puts the folder of a script first, so its own modules win over installed ones.
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        # The list is restored in place, because other modules may hold a reference to it.
+        sys.argv = argv
+        sys.path[:] = folders

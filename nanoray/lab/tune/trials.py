@@ -1,0 +1,239 @@
+"""The blocks of steps that a search has run: on all ranks, each kept as a line of tune.jsonl.
+
+    measure(choice, seconds)   ─► known already?  ─► its Trial of then
+                               ─► all ranks: LoopArm ─► block ─► Trial ─► tune.jsonl (rank 0)
+    kept_open(choices, memory) ─► the arms of these choices stay, so that a block makes none anew
+
+All ranks search by the same rules and from the same samples, so they agree on what comes next. After
+a lost rank a search asks the same questions again, and gets the answers that the file has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Config
+from nanoray.errors import NanorayError, OutOfMemory
+from nanoray.faults.cause import is_collective_error, is_out_of_memory
+from nanoray.lab.tune.knobs import Choice, TunedRun, changes_of, configured, words
+from nanoray.lab.tune.subject import TuneSubject
+from nanoray.machine.atomic import append_line, read_json_lines
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.rendezvous import Order
+from nanoray.train.arm import BlockCost, LoopArm, free_memory, same_loss
+from nanoray.train.out_of_memory import describe
+from nanoray.train.tasks import Task
+
+log = logging.getLogger("nanoray.rank")
+FILE = "tune.jsonl"
+STOPPED = "stopped"
+RESERVED = 0.35  # of the budget, for the turns that confirm what was found
+MOST_RESERVED_S = 100.0
+FEWEST_STEPS = 3
+MOST_STEPS = 10_000
+
+
+class Trial(NamedTuple):
+    """One block of a choice."""
+
+    turn: int  # samples of one turn were measured right after each other
+    step_s: float
+    peak_bytes: int
+    loss: float
+
+
+class SearchEnded(Exception):
+    """The budget is spent, or a rank shall stop. Raised on all ranks at the same place."""
+
+
+@dataclass
+class Trials:
+    """Measures choices on the ranks of this run."""
+
+    spec: RunSpec
+    mesh: Mesh
+    subject: TuneSubject
+    here: TunedRun
+    budget_s: float  # from now on
+    wanted: Callable[[], Order]
+    say: Callable[[str], None]
+    samples: dict[Choice, list[Trial]] = field(default_factory=dict)
+    refused: dict[Choice, str] = field(default_factory=dict)
+    # What an earlier attempt has measured, until this one comes to it
+    known: dict[tuple[Choice, int], Trial] = field(default_factory=dict)
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        self._open: dict[Choice, LoopArm] = {}  # arms that stay between their blocks
+        self._deadline = time.monotonic() + self.budget_s
+        # Until it is set to 0 the budget ends so much earlier
+        self.reserve_s = min(MOST_RESERVED_S, RESERVED * self.budget_s)
+
+    def read(self) -> None:
+        """Take over what this search had measured before it lost a rank. (all ranks)"""
+        lines: list[dict[str, Any]] = []
+        if self.mesh.rank == 0:
+            files = sorted(self.spec.folder.glob("tune*.jsonl"))
+            lines = [line for path in files for line in read_json_lines(path)]
+        for line in self.mesh.broadcast(lines):
+            choice: Choice = tuple((key, value) for key, value in line.pop("choice"))
+            if "refused" in line:
+                self.refused[choice] = line["refused"]
+            else:
+                trial = Trial(**line)
+                self.known[choice, trial.turn] = trial
+
+    def next_turn(self) -> int:
+        """Begin a turn: its samples are compared with each other."""
+        self.turn += 1
+        return self.turn
+
+    def measure(self, choice: Choice, block_s: float) -> Trial | None:
+        """Run a block of about `block_s` seconds of a choice in this turn. (all ranks)
+
+        Returns None for a choice that cannot be trained, which is noted. Raises SearchEnded.
+        """
+        if choice in self.refused:
+            return None
+        for trial in self.samples.get(choice, ()):
+            if trial.turn == self.turn:
+                return trial
+        found = self.known.get((choice, self.turn)) or self._measured(choice, block_s)
+        if found is None:
+            return None
+        self.samples.setdefault(choice, []).append(found)
+
+        # A choice that computes something else must not be recommended, however fast it is. What may
+        # change the result is not compared.
+        present = self.samples[()][0].loss if () in self.samples else found.loss
+        tolerance = same_loss(self.here.config.precision)
+        is_same = math.isclose(found.loss, present, rel_tol=tolerance)
+        if is_same or changes_of(self.here, choice):
+            return found
+        self.refuse(
+            choice, f"its loss is {found.loss:.6g}, and that of the present setting {present:.6g}"
+        )
+        return None
+
+    def _measured(self, choice: Choice, block_s: float) -> Trial | None:
+        """Train a block of a choice, and keep it; None for one that cannot be trained. (all ranks)"""
+        self._require_time()
+        try:
+            trial = self._run_block(choice, configured(self.here, choice), block_s)
+        except NanorayError as error:
+            # The same on all ranks: it follows from the configuration alone.
+            self.refuse(choice, str(error))
+            return None
+        except Exception as error:
+            if is_collective_error(error):
+                raise
+            self._fail(choice, error)
+            return None
+        self._keep({"choice": choice, **trial._asdict()})
+        return trial
+
+    def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
+        """Train a block of a choice on the ranks of this run. (all ranks)"""
+        spec = replace(self.spec, config=config)
+        arm = self._open.get(choice)
+        try:
+            if arm is None:
+                train = partial(self._train, spec, block_s)
+                block = self.subject.open(spec, train)
+            else:
+                # Its memory contains that of other arms, and its losses are those of later steps.
+                earlier = self.samples[choice][-1]
+                block = arm.block(steps_in(block_s, earlier.step_s))
+                block = block._replace(peak_bytes=earlier.peak_bytes, loss=earlier.loss)
+        finally:
+            free_memory(self.mesh.device)
+        return Trial(self.turn, block.step_s, block.peak_bytes, block.loss)
+
+    def _train(self, spec: RunSpec, block_s: float, task: Task) -> BlockCost:
+        """Train a block on an arm that is made for it. (all ranks)"""
+        arm = LoopArm(spec, self.mesh, task)
+        try:
+            # The first steps show how long they take.
+            first = arm.block(1)
+            steps = steps_in(block_s, first.step_s)
+            return arm.block(steps, settling=0)._replace(loss=first.loss)
+        finally:
+            arm.close()
+
+    @contextmanager
+    def kept_open(self, choices: Sequence[Choice], memory_bytes: float) -> Iterator[None]:
+        """Keep the arms of these choices open meanwhile. (all ranks)
+
+        To make an arm, and above all to compile it, takes longer than a block of steps. The arms are
+        made for each block nevertheless where all of them may need more than `memory_bytes`
+        together.
+        """
+        configs = {choice: configured(self.here, choice) for choice in choices}
+        peaks = [self.samples[choice][-1].peak_bytes for choice in choices]
+        # Captured graphs of several models in one process were never tried.
+        has_graphs = any(config.compile == "cuda_graphs" for config in configs.values())
+        if has_graphs or not self.subject.keeps_tasks or sum(peaks) > memory_bytes:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(self._open.clear)
+            for choice, config in configs.items():
+                spec = replace(self.spec, config=config)
+                arm = self.subject.open(spec, partial(LoopArm, spec, self.mesh))
+                stack.callback(arm.close)
+                self._open[choice] = arm
+            yield
+
+    def _require_time(self) -> None:
+        """Raise SearchEnded where the budget is spent, or any rank shall stop. (all ranks)"""
+        late = self.mesh.rank == 0 and time.monotonic() >= self._deadline - self.reserve_s
+        orders = self.mesh.all_gather((late, int(self.wanted())))
+        if any(order >= Order.STOP for _, order in orders):
+            raise SearchEnded(STOPPED)
+        if orders[0][0]:
+            raise SearchEnded("the budget is spent")
+
+    def refuse(self, choice: Choice, why: str) -> None:
+        """Note that a choice cannot be trained, or is not worth a try. (all ranks)"""
+        self.refused[choice] = why
+        self._keep({"choice": choice, "refused": why})
+        log.info("%s: %s", words(choice), why)
+
+    def _fail(self, choice: Choice, error: Exception) -> None:
+        """Note that a choice has failed on this rank.
+
+        Alone it goes on. Other ranks may wait in a collective of that step, so several begin anew,
+        and leave this choice out. Raises OutOfMemory, or the error.
+        """
+        why = f"{type(error).__name__}: {error}"
+        is_short = is_out_of_memory(error)
+        if is_short:
+            why = f"out of memory: {describe(error, self.mesh.device)}"
+        if self.mesh.world_size == 1:
+            self.refuse(choice, why)
+            return
+        # A file of its own: rank 0 writes the other one.
+        path = self.spec.folder / f"tune.rank{self.mesh.rank}.jsonl"
+        append_line(path, json.dumps({"choice": choice, "refused": why}))
+        if is_short:
+            raise OutOfMemory(f"rank {self.mesh.rank}: {words(choice)}: {why}") from error
+        raise error
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        """Append a line to the file of the search. (rank 0 only)"""
+        if self.mesh.rank == 0:
+            append_line(self.spec.folder / FILE, json.dumps(line))
+
+
+def steps_in(block_s: float, step_s: float) -> int:
+    """Return the number of steps that make up a block of about this many seconds."""
+    return min(MOST_STEPS, max(FEWEST_STEPS, round(block_s / step_s)))

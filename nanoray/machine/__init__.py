@@ -1,0 +1,1 @@
+"""This machine: GPUs, MIG slices, CPUs, network interfaces, files, the clock, output."""

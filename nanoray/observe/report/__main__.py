@@ -1,0 +1,107 @@
+"""`nanoray report [RUN]`: one HTML page about a run.
+
+nanoray report compare RUN RUN ...   one page about several, beside each other
+nanoray report ledger [RUN]          where the time went: compute, communication, recovery, ...
+nanoray report timeline [RUN]        draw traced steps: phases and collectives of all ranks
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanoray.cli import (
+    Parser,
+    add_run,
+    exit_code_of,
+    find_run_folder,
+    name_program,
+    run_subcommand,
+    tool_parser,
+    writing,
+)
+from nanoray.machine.atomic import replace_text
+from nanoray.observe.report.charts import COLOURS, charts
+from nanoray.observe.report.command import typed_command
+from nanoray.observe.report.gather import RunFiles, read_run, settings, shown_facts
+from nanoray.observe.report.html import render
+from nanoray.observe.trace import __main__ as timeline
+from nanoray.observe.trace import accounts
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+def make_parser() -> Parser:
+    """Return the parser of `nanoray report`."""
+    parser = tool_parser(name_program("report"), __doc__)
+    add_run(parser)
+    _add_output(parser, "[RUN/report.html]")
+    return parser
+
+
+def make_comparison_parser() -> Parser:
+    """Return the parser of `nanoray report compare`."""
+    parser = tool_parser(name_program("report compare"), "One HTML page about several runs.")
+    parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    _add_output(parser, "[compare.html]")
+    return parser
+
+
+def _add_output(parser: Parser, default: str) -> None:
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"page to write {default}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray report` or one of its parts, and return the exit code."""
+    parts = {"compare": compare, "ledger": accounts.main, "timeline": timeline.main}
+    return run_subcommand(parts, argv, __doc__, otherwise=report)
+
+
+def report(argv: list[str]) -> int:
+    """Run `nanoray report [RUN]` and return the exit code."""
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        folder = find_run_folder(args.run)
+        _write([folder], args.output or folder / "report.html")
+
+    return exit_code_of(run)
+
+
+def compare(argv: list[str]) -> int:
+    """Run `nanoray report compare RUN RUN ...` and return the exit code."""
+
+    def run() -> None:
+        args = make_comparison_parser().parse_args(argv)
+        # It belongs to no run's folder
+        _write([find_run_folder(path) for path in args.run], args.output or Path("compare.html"))
+
+    return exit_code_of(run)
+
+
+def _write(folders: list[Path], output: Path) -> None:
+    """Write the page about some runs, and print its path."""
+    html = page([read_run(folder) for folder in folders])
+    with writing(output, "give another --output"):
+        replace_text(output, html)
+    print(output)
+
+
+def page(runs: list[RunFiles]) -> str:
+    """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script."""
+    title = f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name
+    return render(
+        TEMPLATE,
+        title=title,
+        runs=runs,
+        facts=shown_facts(runs),
+        colours=COLOURS,
+        charts=charts(runs),
+        commands=[(run, typed_command(run.spec)) for run in runs],
+        settings=settings(runs),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,115 @@
+"""The cost of each operation of some steps: `--profile 5:8` writes profile/rank0.json.gz.
+
+torch.profiler records operations, what they allocate, kernels and collectives. The loop's phases are spans above them.
+`nanoray report timeline RUN --profile` puts the files of all ranks on one clock: see
+observe/trace/profiles.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Config
+from nanoray.faults.progress import OUTSIDE
+from nanoray.observe.trace.profiles import FOLDER, KEY, name_of
+from nanoray.observe.trace.recorder import measure_offsets
+from nanoray.parallel.mesh import Mesh
+
+
+class Profile:
+    """The instrument that profiles some steps on each rank, and writes their file."""
+
+    def __init__(self, config: Config, note: Callable[[str], None]) -> None:
+        self._steps = config.profiled
+        self._note = note
+        self._profiler: Any = None  # while steps are profiled
+        self._span: AbstractContextManager[Any] | None = None  # the present phase
+
+    def begin(self, spec: RunSpec, mesh: Mesh, step: int) -> bool:
+        """Begin in a group of ranks, and drop an unfinished profile of the one before. (all ranks)
+
+        `step` is the number of completed steps. Returns whether steps of this command are to be
+        profiled.
+        """
+        self._drop()
+        if not self._steps:
+            return False
+        if step >= self._steps[-1]:
+            self._note(
+                f"note    profile = {spec.config.profile} records nothing: step {step} is done"
+            )
+            return False
+        self._folder = spec.folder / FOLDER
+        self._mesh = mesh
+
+        # The files of all ranks are put on rank 0's clock later.
+        clocks = [[clock.offset, clock.uncertainty] for clock in measure_offsets(mesh, time.time)]
+        ahead_s, uncertainty_s = mesh.broadcast(clocks)[mesh.rank]
+        self._about: dict[str, Any] = {
+            "rank": mesh.rank,
+            "ahead_s": ahead_s,
+            "uncertainty_s": uncertainty_s,
+        }
+        return True
+
+    def phase(self, step: int, phase: str) -> None:
+        """Profile the steps where they are due, with a span for each phase."""
+        is_after_last = step == self._steps[-1] and phase in OUTSIDE
+        if step not in self._steps or is_after_last or phase == "done":
+            if self._profiler is not None:
+                self._finish()
+            return
+        if self._profiler is None:
+            self._start(step)
+        self._end_span()
+        self._about["steps"][1] = step
+        self._span = torch.profiler.record_function(f"step {step}: {phase}")
+        self._span.__enter__()
+
+    def _start(self, step: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # else it writes to stderr
+        activities = [ProfilerActivity.CPU]
+        if self._mesh.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities, record_shapes=True, profile_memory=True
+        )
+        self._profiler.start()
+        self._about["steps"] = [step, step]
+
+    def _end_span(self) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+        self._span = None
+
+    def _drop(self) -> None:
+        self._end_span()
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = None
+
+    def _finish(self) -> None:
+        profiler = self._profiler
+        path = self._folder / name_of(self._mesh.rank)
+        profiler.add_metadata_json(KEY, json.dumps(self._about))
+        self._drop()
+        # Under another name first, so that a reader finds a whole file or none. It ends in .gz, too:
+        # torch then compresses it.
+        partial = path.with_name(f".{path.name}")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(partial))
+            partial.replace(path)
+        except (OSError, RuntimeError) as error:
+            self._note(
+                f"warning  the profile of rank {self._mesh.rank} cannot be written ({error})"
+            )

@@ -1,0 +1,260 @@
+"""What crosses from rank to rank besides tensors: JSON, and a store of sealed values.
+
+Nothing is pickled. Unpickling runs code that the sender chose, and neither gloo nor the store
+authenticates the sender.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanoray.errors import RendezvousError
+from nanoray.machine.tensor_memory import bytes_of
+
+TAG_BYTES = 32  # HMAC-SHA256
+LOOK_S = 1.0  # how often a wait for the store checks for an order to abort
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON. Raises TypeError if it cannot be encoded.
+
+    It may be None, a bool, number or text, a list or tuple, a dict with text keys, a dtype, or a
+    small tensor.
+    """
+    return json.dumps(_plain(value)).encode()
+
+
+def decode(data: bytes) -> Any:
+    """Return the value that `encode` was given. Raises ValueError.
+
+    A tensor comes back on CPU. Floats keep their bits.
+    """
+    return _rich(json.loads(data))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):  # also a torch.Size
+        return {"tuple": [_plain(item) for item in value]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)}
+    if isinstance(value, Tensor):
+        # As bytes, because numpy lacks some dtypes, such as bfloat16.
+        data = bytes_of(value.cpu()).numpy().tobytes()
+        return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _plain(item) for key, item in value.items()}}
+    raise TypeError(f"a {type(value).__name__} does not cross ranks: {value!r:.80}")
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rich(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    # JSON has neither tuples nor tensors: a dict with one key says what the value was.
+    ((kind, inner),) = value.items()
+    if kind == "tuple":
+        return tuple(_rich(item) for item in inner)
+    if kind == "dtype":
+        return _DTYPES[inner]
+    if kind == "tensor":
+        dtype, shape, text = inner
+        data = bytearray(base64.b64decode(text))
+        return torch.frombuffer(data, dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
+    return {key: _rich(item) for key, item in inner.items()}
+
+
+class SealedStore(dist.Store):
+    """A store in which every value carries a proof that a holder of the run's key wrote it.
+
+    The proof is for this very name. The key never enters the store. A process that reaches the port
+    can list the names, read the values and destroy them; a value without a proof is refused.
+    Counters (`add`) are not sealed: they decide only how long ranks wait.
+    """
+
+    def __init__(self, inner: dist.Store, key: str) -> None:
+        super().__init__()
+        self._inner, self._key = inner, key.encode()
+        # Values written or read, such as the addresses of gloo's ranks
+        self._passed: list[bytes] = []
+        self.aborted = False
+
+    def _tag(self, name: str, value: bytes) -> bytes:
+        return hmac.digest(
+            self._key, len(name).to_bytes(4, "big") + name.encode() + value, "sha256"
+        )
+
+    def set(self, name: str, value: str | bytes) -> None:
+        """Store a value with its proof."""
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        self._passed.append(value)
+        self._inner.set(name, self._tag(name, value) + value)  # type: ignore[arg-type]
+
+    def get(self, name: str) -> bytes:
+        """Return a value, waiting for it. Raises RendezvousError if its proof is missing or wrong."""
+        return self._unseal(name, bytes(self._inner.get(name)))
+
+    def _unseal(self, name: str, sealed: bytes) -> bytes:
+        # The proof comes first, and has a fixed length.
+        tag, value = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
+        # In constant time: a comparison that stops early would show a stranger how much is right.
+        if not hmac.compare_digest(tag, self._tag(name, value)):
+            raise RendezvousError(
+                f"the rendezvous store holds a value of a stranger under {name}: a process "
+                "without this run's key wrote it; who else can reach the store's port?"
+            )
+        self._passed.append(value)
+        return value
+
+    def multi_get(self, names: list[str]) -> list[bytes]:
+        """Return several values, waiting for them. Raises RendezvousError as `get` does."""
+        values = self._inner.multi_get(names)  # one request, however many ranks there are
+        return [self._unseal(name, bytes(value)) for name, value in zip(names, values, strict=True)]
+
+    def multi_set(self, names: list[str], values: list[str | bytes]) -> None:
+        """Store several values."""
+        for name, value in zip(names, values, strict=True):
+            self.set(name, value)
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        return int(self._inner.add(name, amount))
+
+    def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all names are there.
+
+        Raises DistStoreError when time is up, and soon after an order to abort.
+        """
+        deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()  # type: ignore[attr-defined]
+
+        # In short waits: a long one would not notice an order to abort.
+        while (left := deadline - time.monotonic()) > LOOK_S:
+            with suppress(dist.DistStoreError):
+                self._inner.wait(names, timedelta(seconds=LOOK_S))
+                return
+            if self.aborted:
+                raise dist.DistStoreError(
+                    f"a peer is lost, and the driver has ordered to abort: no {', '.join(names)}"
+                )
+        self._inner.wait(names, timedelta(seconds=max(0.001, left)))
+
+    def check(self, names: list[str]) -> bool:
+        """Return whether all names are there."""
+        return bool(self._inner.check(names))
+
+    def delete_key(self, name: str) -> bool:
+        """Remove a name."""
+        return bool(self._inner.delete_key(name))
+
+    def num_keys(self) -> int:
+        """Return how many names there are."""
+        return int(self._inner.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long `get` and `wait` wait."""
+        self._inner.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Shut down gloo's TCP connections in this process. (any thread, any number of times)
+
+        They are those with an end at an address that a rank has written to this store: gloo's ranks
+        publish here where they listen, and no others do. A wait for such a connection fails then,
+        as if the other rank had left, also where it has yet to connect.
+        """
+        self.aborted = True
+        for connection in _tcp_sockets():
+            with suppress(OSError):
+                # A listening socket has no connection yet, but gloo may wait for ranks there.
+                if _listens(connection):
+                    self._answer(connection)
+                elif self._is_gloos(connection):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _is_gloos(self, connection: socket.socket) -> bool:
+        """Return whether one end is an address that a rank has written to this store.
+
+        Other connections, such as Ray's, have no end at such an address. Raises OSError.
+        """
+        addresses = b" ".join(self._passed)
+        ends = connection.getpeername(), connection.getsockname()
+        return any(_packed(connection.family, end) in addresses for end in ends)
+
+    def _answer(self, listening: socket.socket) -> None:
+        """Take the place of ranks for which gloo waits at its listening socket, and leave again.
+
+        While a group forms, gloo waits for ranks that have yet to connect, also if they are lost:
+        five times the group's timeout (torch 2.13). A rank first sends, in 8 bytes, the number of
+        its connection. This process has published a sockaddr_storage of 128 bytes and, after it,
+        these numbers.
+        """
+        own = listening.getsockname()
+        packed = _packed(listening.family, own)
+        for value in set(self._passed):
+            # The port is after the two bytes of the family. Values of other ranks do not have it.
+            start = value.find(packed) - 2
+            if start < 0:
+                continue
+            numbers = value[start + 128 :]
+            for i in range(0, len(numbers) - 7, 8):
+                with (
+                    suppress(OSError),
+                    socket.create_connection(own[:2], timeout=1.0) as connection,
+                ):
+                    connection.sendall(numbers[i : i + 8])
+
+    def has_extended_api(self) -> bool:
+        """Return False: torch is not to bypass the seals by other calls."""
+        return False
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Yield copies of this process's TCP sockets, each closed when the next one is asked for."""
+    # Every descriptor of this process: torch gives no access to gloo's connections.
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError), _duplicate(int(name)) as connection:
+            yield connection
+
+
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _duplicate(fd: int) -> socket.socket:
+    """Return a TCP socket of this process as an object of its own. Raises OSError if `fd` is none."""
+    # Of a copy: closing the object must not close the descriptor that gloo uses.
+    copy = os.dup(fd)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        connection.close()
+        raise OSError
+    return connection
+
+
+def _packed(family: int, address: tuple[Any, ...]) -> bytes:
+    """Return an address as in a sockaddr_in (port, host) or sockaddr_in6 (port, flow, host)."""
+    host = address[0].partition("%")[0]  # without the zone of an IPv6 address
+    port = address[1]
+    flow = b"" if family == socket.AF_INET else bytes(4)
+    return bytes(port.to_bytes(2, "big") + flow + socket.inet_pton(family, host))

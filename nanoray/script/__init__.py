@@ -1,0 +1,1 @@
+"""A user's own model, optimizer, data and callbacks in the loop."""

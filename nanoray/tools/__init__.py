@@ -1,1 +1,0 @@
-"""Commands for people who look: inspect, replay, report, check, mig, sample."""
