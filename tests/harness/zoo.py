@@ -213,54 +213,6 @@ class GradientPenalty(Base):
         return functional.mse_loss(out, y) + 0.1 * slope.square().mean()
 
 
-class ExpandedGradient(Base):
-    """Has gradients that autograd makes as expanded and as transposed tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-        self.matrix = nn.Parameter(torch.eye(WIDTH) * 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.into(x) + self.shift.sum() + self.shift)
-        h = torch.tanh(self.extra(h) @ self.matrix.t())
-        return self.head(h)
-
-
-class Halves(Base):
-    """Computes in float64 with weights in float32, so gradients begin as a wider type."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(functional.linear(x.double(), self.extra.weight.double()))
-        return self.head(torch.tanh(self.into(h.float())))
-
-
-class NoneForWeight(torch.autograd.Function):
-    """Multiplies, and returns no gradient of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        return grads[0] * weight, None
-
-
-class UndefinedGradient(Base):
-    """Has a function of its own that returns None in place of a parameter's gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = NoneForWeight.apply(torch.tanh(self.into(x)), self.scale)
-        return self.head(torch.tanh(self.extra(h)))
-
-
 class Freezing(Base):
     """Freezes a layer in the batches without a marked sample, and lets it train in the others."""
 
@@ -285,64 +237,21 @@ class Unfreezing(Base):
 
 
 class Layered(nn.Module):
-    """Layers in a list, which fsdp gathers one by one; each rank skips others of them."""
+    """Layers in a list, which fsdp gathers one by one; some ranks skip the last of them."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.how = how
         self.into = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.into(x))
-        if self.how == "chosen":
-            return self.head(h + self.chosen(x, h))
-        if self.how == "order":
-            h = h + 0.1 * sum(layer(h) for layer in self.ordered(x))
-            return self.head(h)
-
         # The last layers are for marked samples alone.
         count = 4 if (x[:, 0] > 0).any() else 2
         for number in range(count):
             weight = x[:, :1] if number >= 2 else 1.0
             h = h + weight * torch.tanh(self.layers[number](h))
-        return self.head(h)
-
-    def ordered(self, x: Tensor) -> list[nn.Module]:
-        """Return the layers in an order that the samples decide."""
-        layers = [*self.layers]
-        if (x[:, 0] > 0).any():
-            layers.reverse()
-        return layers
-
-    def chosen(self, x: Tensor, h: Tensor) -> Tensor:
-        """Return the result of each sample's own expert: the rank of one of its inputs."""
-        choice = ((x[:, 1] + 1.5) * 1.3).long().clamp(0, 3)
-        mixed = torch.zeros_like(h)
-        for number, layer in enumerate(self.layers):
-            rows = (choice == number).nonzero().flatten()
-            if len(rows):
-                mixed = mixed.index_add(0, rows, layer(h[rows]))
-        return mixed
-
-
-class TurnsAround(Base):
-    """Calls its two towers in an order that a buffer decides, as it changes in the run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-        # In a run of 12 steps with two micro batches each, it turns around after step 4.
-        towers = [self.extra, self.other] if self.calls <= 8 else [self.other, self.extra]
-        h = torch.tanh(self.into(x))
-        for tower in towers:
-            h = torch.tanh(tower(h))
         return self.head(h)
 
 
@@ -399,7 +308,6 @@ ZOO: list[Exhibit] = [
     Exhibit("used twice, tied", UsedTwice, vectors),
     Exhibit("checkpoint", lambda: Checkpointed(reentrant=False), vectors),
     Exhibit("checkpoint, reentrant", lambda: Checkpointed(reentrant=True), vectors),
-    Exhibit("checkpoint, shared", lambda: Checkpointed(reentrant=False, shared=True), vectors),
     Exhibit(
         "checkpoint, reentrant, shared",
         lambda: Checkpointed(reentrant=True, shared=True),
@@ -407,9 +315,6 @@ ZOO: list[Exhibit] = [
         refused={"ddp": "backward computes the gradient of a parameter in two parts"},
     ),
     Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
-    Exhibit("expanded gradients", ExpandedGradient, vectors),
-    Exhibit("wider gradients", Halves, vectors, refused=IN_FSDP),
-    Exhibit("undefined gradient", UndefinedGradient, vectors, refused=IN_FSDP),
     Exhibit("frozen in some steps", Freezing, vectors, refused=IN_FSDP),
     Exhibit(
         "unfrozen during the run",
@@ -422,14 +327,7 @@ ZOO: list[Exhibit] = [
         ),
     ),
     Exhibit("initialised by its first call", _called_once, vectors),
-    Exhibit("layers left out", lambda: Layered("some"), vectors, refused=IN_FSDP),
-    Exhibit(
-        "layers in an order of the samples",
-        lambda: Layered("order"),
-        vectors,
-        refused=IN_FSDP,
-    ),
-    Exhibit("experts in a list", lambda: Layered("chosen"), vectors, refused=IN_FSDP),
+    Exhibit("layers left out", Layered, vectors, refused=IN_FSDP),
     Exhibit(
         "gradient set by a hook",
         HookedGradient,
@@ -437,6 +335,4 @@ ZOO: list[Exhibit] = [
         refused={"fsdp": "head.weight has a hook on its gradient"},
     ),
 ]
-# Not compared with plain torch: what it computes depends on how a batch is divided.
-TURNING = Exhibit("towers that change places", TurnsAround, vectors)
-BY_NAME = {exhibit.name: exhibit for exhibit in [*ZOO, TURNING]}
+BY_NAME = {exhibit.name: exhibit for exhibit in ZOO}

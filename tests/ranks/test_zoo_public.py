@@ -1,9 +1,6 @@
 """Modules of the kinds that people train: in every mode and at any number of ranks as in plain torch.
 
-Each is trained to half of its steps, resumed to the end, and compared with one process.
-`python -m tests.ranks.test_zoo_public` prints the table of docs/own/modules.md, which shows what these
-tests and those of the trial hold.
-"""
+Each is trained to half of its steps, resumed to the end, and compared with one process."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from nanoray.script.run import Run
 from nanoray.script.settings import DEFAULTS
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.zoo import SKIPS
-from tests.harness.zoo_packages import PACKAGES, TIMM
+from tests.harness.zoo_packages import PACKAGES
 from tests.harness.zoo_public import MODES, PUBLIC, Kind
 
 CPU = torch.device("cpu")
@@ -49,7 +46,7 @@ SETTINGS: dict[str, Any] = {
     "timeout_s": 20,
     "init_timeout_s": 20,
 }
-BY_NAME = {exhibit.name: exhibit for exhibit in (*PUBLIC, *PACKAGES, *TIMM)}
+BY_NAME = {exhibit.name: exhibit for exhibit in (*PUBLIC, *PACKAGES)}
 
 
 def train(run: Run, name: str) -> None:
@@ -160,53 +157,8 @@ def wrong_kinds(
 
 
 @pytest.mark.full
-def test_kinds_of_modules_train_and_resume_as_in_plain_torch(tmp_path: Path) -> None:
-    """Each of some kinds on two ranks, in one of the modes."""
-    everyday = [kind for kind in PUBLIC if kind.everyday]
-    lines = wrong_kinds(everyday, 2, lambda number: [MODES[-1 - number % len(MODES)]], tmp_path)
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3])
 def test_all_kinds_do_so(tmp_path: Path, world: int, mode: str) -> None:
-    if world == 1 and mode != "ddp":
-        pytest.skip("one rank shares nothing")
     lines = wrong_kinds(PUBLIC, world, lambda number: [mode], tmp_path)
     assert not lines, "\n".join(lines)
-
-
-# --- the table in the docs ---
-
-
-def table() -> str:
-    """Return what happens to each kind of module."""
-    lines = [
-        "| kind of module | ddp, ddp_by_hand, zero1, zero2 | fsdp | |",
-        "| --- | --- | --- | --- |",
-    ]
-    for kind in PUBLIC:
-        cells = [cell(kind, MODES[:-1]), cell(kind, MODES[-1:])]
-        lines.append(f"| {kind.name} | {cells[0]} | {cells[1]} | {kind.note} |")
-    return "\n".join(lines)
-
-
-def cell(kind: Kind, modes: tuple[str, ...]) -> str:
-    """Return whether these modes train a kind."""
-    refusing = [mode for mode in modes if mode in kind.refused]
-    if not refusing:
-        return "as plain torch"
-    if len(refusing) == len(modes):
-        return "refused"
-    return f"as plain torch; refused by {', '.join(refusing)}"
-
-
-def main(argv: list[str]) -> int:
-    """Print the table of the page."""
-    print(table())
-    return 0
-
-
-if __name__ == "__main__":
-    main([])
