@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 import nanoray.bench.__main__ as bench
-from nanoray.bench import recovery
-from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.peers.torchft import missing
 from nanoray.bench.recovery import (
     ARMS,
@@ -31,7 +23,6 @@ from nanoray.bench.recovery import (
     TORCHRUN,
     TORCHRUN_SCRIPT,
 )
-from nanoray.machine.proc import session_members
 
 SHORT = [
     "--steps",
@@ -100,27 +91,6 @@ def test_no_arm_is_without_a_test() -> None:
 
 
 @pytest.mark.full
-def test_a_peer_that_is_not_installed_is_skipped_and_says_how(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    why = "torchft is not installed: pip install it"
-    monkeypatch.setattr(recovery, "missing", lambda: why)
-    flags = ["--quick", *SHORT, "--dataset", str(text), "--arms", f"{TORCHFT},{TORCHRUN}"]
-    assert bench.main(["recovery", *flags, f"--json={tmp_path / 'r.json'}"]) == 0, (
-        capsys.readouterr()
-    )
-    rows = {
-        (r["arm"], r["metric"]): r for r in json.loads((tmp_path / "r.json").read_text())["rows"]
-    }
-    assert rows[TORCHFT, STANDSTILL]["skipped"] == why
-    assert rows[TORCHRUN, STANDSTILL]["n"] == 1
-    assert bench.main(["recovery", *SHORT, "--dataset", str(text), "--arms", TORCHFT]) == 0
-    told = capsys.readouterr()
-    assert f"skipped  {TORCHFT}: {why}" in told.err
-    assert [TORCHFT, "skipped", "0"] in [line.split() for line in told.out.splitlines()]
-
-
-@pytest.mark.full
 def test_a_real_plan_of_kills(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,28 +119,3 @@ def test_a_real_plan_of_kills(
     assert any(hit for _, _, hit in row["kills"])
     assert row["repeated"] >= 0
     assert row["clean_per_s"] > 1
-
-
-@pytest.mark.full
-def test_ctrl_c_ends_the_ranks_as_well(text: Path) -> None:
-    """torchrun gives each rank a session of its own."""
-    temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
-    argv = [sys.executable, "-m", "nanoray.bench", "recovery", "--arms", "torchrun", "--kills", "0"]
-    run = subprocess.Popen(
-        [*argv, "--device", "cpu", "--dataset", str(text)],
-        env=os.environ | {"TMPDIR": temp},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline, ranks = time.monotonic() + 60, []
-    while len(ranks) < 2 and time.monotonic() < deadline and run.poll() is None:
-        logs = Path(temp).glob("nrb-*/*/*/logs/rank*.log")
-        ranks = [int(found[1]) for log in logs if (found := RANK_PID.search(log.read_text()))]
-        time.sleep(0.1)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=200)
-    assert len(ranks) == 2
-    assert run.returncode == 130
-    assert "no report was written" in err
-    assert not any(session_members(pid) for pid in ranks)
-    os.rmdir(temp)  # raises when something is in it

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +13,6 @@ from nanoray.bench import train
 from nanoray.bench.harness import launchers
 from nanoray.bench.harness.launchers import METRICS, SCRIPT_LAUNCHERS, Moments
 from nanoray.bench.harness.processes import ChildFailed
-from nanoray.machine.proc import session_members
 
 SLOW_S = 600  # a limit for machines that are busy with other tests
 FLAGS = ["--quick", "--preset", "tiny", "--steps", "6", "--rounds", "1"]
@@ -72,14 +65,6 @@ def test_the_traffic_of_ray_is_measured(
 @pytest.mark.usefixtures("shared_head")
 @pytest.mark.timeout(SLOW_S)
 @pytest.mark.full
-def test_one_process_and_torchtrainer_train(text: Path, tmp_path: Path) -> None:
-    rows = measure(text, tmp_path, "--arms", "plain,torchtrainer")
-    assert all(rows[arm, train.STEP]["median"] > 0 for arm in ("plain", "torchtrainer"))
-
-
-@pytest.mark.usefixtures("shared_head")
-@pytest.mark.timeout(SLOW_S)
-@pytest.mark.full
 def test_a_plain_script_trains_in_the_same_way_under_torchrun_and_nanoray_run(
     text: Path, tmp_path: Path
 ) -> None:
@@ -98,18 +83,6 @@ def test_a_plain_script_trains_in_the_same_way_under_torchrun_and_nanoray_run(
     assert rows["run / torchrun-script", train.STEP]["n"] == 1
     last = {rows[arm, METRICS["last_loss"][0]]["median"] for arm in ("torchrun-script", "run")}
     assert len(last) == 1
-
-
-@pytest.mark.timeout(SLOW_S)
-@pytest.mark.full
-@pytest.mark.parametrize("arm", ["ray-init", "torchtrainer-init"])
-def test_a_launcher_with_a_ray_of_its_own_trains(arm: str, text: Path, tmp_path: Path) -> None:
-    if arm == "torchtrainer-init" and " " in sys.executable:
-        pytest.skip(
-            "Ray Train's workers start by a shell line in which Ray does not quote Python's path"
-        )
-    rows = measure(text, tmp_path, "--arms", arm, "--workers", "1")
-    assert 0 < rows[arm, train.FIRST]["median"] < rows[arm, train.WHOLE]["median"]
 
 
 @pytest.mark.timeout(SLOW_S)
@@ -188,42 +161,3 @@ def test_arms_take_turns_at_going_first(text: Path, monkeypatch: pytest.MonkeyPa
     assert bench.main(["train", "--preset", "tiny", "--dataset", str(text), *arms]) == 0
     assert [name.rsplit("-", 1)[0] for name in order[::3]] == ["plain", "torchrun", "ray-init"]
     assert [name.rsplit("-", 1)[1] for name in order] == list("000111222")
-
-
-@pytest.mark.full
-def test_ctrl_c_leaves_nothing_behind(text: Path) -> None:
-    temp = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # a short path, as /tmp is
-    argv = [
-        sys.executable,
-        "-m",
-        "nanoray.bench",
-        "train",
-        *FLAGS,
-        "--steps",
-        "100000",
-        "--arms",
-        "plain",
-    ]
-    env = os.environ | {"TMPDIR": temp}
-    run = subprocess.Popen(
-        [*argv, "--dataset", str(text)], env=env, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while (
-        not (started := children_of(run.pid)) and time.monotonic() < deadline and run.poll() is None
-    ):
-        time.sleep(0.1)
-    assert started
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=200)
-    assert run.returncode == 130
-    assert "no report was written" in err
-    assert not any(session_members(pid) for pid in started)
-    os.rmdir(temp)  # raises when something is in it
-
-
-def children_of(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    if not path.exists():
-        pytest.skip("this kernel does not list children")
-    return [int(p) for p in path.read_text().split()]

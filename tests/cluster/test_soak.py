@@ -18,7 +18,6 @@ import pytest
 from tests.harness import leaks
 from tests.harness.cluster import ROOT
 from tests.harness.commands import wait_for
-from tests.stress import __main__ as stress
 from tests.stress import soak
 from tests.stress.chaos import KILL_NODE, WEIGHTS, SeenRun, kinds
 
@@ -192,18 +191,3 @@ def test_an_interrupted_soak_ends_all_that_it_started(text: Path) -> None:
     assert "interrupted" in said
     assert not leaks.processes(place, 60.0)
     os.rmdir(temp)  # raises when something is in it
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--share", "1"], "share = 1"),
-        (["--workers", "1"], "nodes = 2; share must be below 1, and each node needs a rank"),
-        (["--keep", "/nowhere"], "keep = /nowhere is no empty folder; make one"),
-    ],
-)
-def test_flags_that_cannot_be(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert stress.main(["soak", *flags]) == 2
-    assert text in capsys.readouterr().err

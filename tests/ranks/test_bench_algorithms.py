@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanoray.bench import algorithms as bench
 from nanoray.bench.__main__ import main
 from nanoray.bench.harness.report import Report, conditions
-from nanoray.parallel.mesh import Mesh
 
 
 def event(algorithm: str, size: int, time_us: list[float], **more: Any) -> dict[str, Any]:
@@ -79,14 +77,6 @@ def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
     )
 
 
-def test_targets_are_for_four_ranks_on_gloo() -> None:
-    report = report_of(event("backend", 1 << 10, [2.0] * 5), event("ring", 1 << 10, [2.0] * 5))
-    bench._add_targets(report, 2, "nccl")
-    assert [t.verdict for t in report.targets] == [
-        "does not apply: stated for 4 ranks on gloo; here: 2 on nccl"
-    ]
-
-
 @pytest.mark.full
 def test_one_real_sweep(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
@@ -125,22 +115,3 @@ def test_one_real_sweep(
     printed = capsys.readouterr().out
     assert "all_reduce, us" in printed
     assert "no finding: n = 4, and fewer than 5 rounds" in printed
-
-
-def test_what_cannot_run_says_why() -> None:
-    emitted: list[dict[str, Any]] = []
-    order = {"algorithms": ["ring"], "sizes": [64], "dtype": "float32", "iters": 1}
-    bench.sweep_rank(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), order, emitted.append)
-    assert emitted == [
-        {
-            "algorithm": "ring",
-            "bytes": 64,
-            "ranks": 1,
-            "skipped": "one rank has no other to sum with",
-        }
-    ]
-    assert bench.row_of(emitted[0], "float32").problem == ""
-    on_cpu, on_gpu = (Mesh(0, 2, 0, torch.device(kind), "gloo", "") for kind in ("cpu", "cuda"))
-    assert bench._lacks("ring", on_gpu) == "gloo sends and receives no CUDA tensors"
-    assert not bench._lacks("ring", on_cpu)
-    assert not bench._lacks("backend", on_gpu)

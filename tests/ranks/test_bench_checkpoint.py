@@ -35,7 +35,6 @@ from nanoray.bench.checkpoint import (
     add_rows,
     file_system,
 )
-from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Report
 from nanoray.parallel.mesh import Mesh
 
@@ -133,40 +132,6 @@ def test_an_update_waits_for_the_copy(
     assert all(checkpoint.same_bits(tensor, back[name]) for name, tensor in before.items())
     for each in arms.values():
         each.close()
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (
-            ["--workers", "2"],
-            "workers = 2: one rank writes and others would only wait; use --workers 1",
-        ),
-        (["--rounds", "0"], "rounds = 0; give a number above 0, or leave it out for 7"),
-        (["--threads", "0"], "threads = 0; give a number above 0"),
-        (["--timeout_s", "0"], "timeout_s = 0; give a number above 0"),
-        (["--folder", "/nowhere"], "folder = /nowhere: missing or read-only; make it first"),
-        (["--preset", "tinny"], "tinny; did you mean tiny?"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started a rank"))
-    assert bench.main([*FLAGS, *flags]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_a_disk_that_is_too_small_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started a rank"))
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2e9}))
-    assert bench.main(["checkpoint", "--folder", str(tmp_path)]) == 2
-    assert (
-        "has 2.00 GB free, and a checkpoint of preset gpt2-124m takes 1.65; give a --folder with "
-        "room for 1.5" in (capsys.readouterr().err)
-    )
 
 
 def measured(**changes: dict[str, float]) -> Report:

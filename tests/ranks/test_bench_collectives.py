@@ -215,18 +215,6 @@ def test_an_error_of_one_rank_is_a_failed_row_and_all_ranks_go_on(three: RankPoo
     assert again["wrong"] == 0
 
 
-def test_what_does_not_fit_is_skipped_before_it_is_allocated(three: RankPool) -> None:
-    cases = list(three.run(collectives.ENTRY, order(3, sizes=[1024, 1 << 44])))[1:]
-    assert cases[0]["wrong"] == 0
-    assert cases[1]["skipped"].startswith("needs 65536.00 GiB per rank, the least free is ")
-
-
-def test_the_rank_with_the_least_memory_decides(three: RankPool) -> None:
-    asked = order(3, sizes=[1 << 20]) | {"sharing": [3, 3, 1 << 20]}
-    cases = list(three.run(collectives.ENTRY, asked))[1:]
-    assert cases[0]["skipped"].startswith("needs 0.00 GiB per rank, the least free is 0.00")
-
-
 # The command
 
 
@@ -331,53 +319,6 @@ def test_a_percentile_needs_a_hundred_calls(calls: int, cell: str, words: str) -
     )
     assert text[-1].split()[-3 - cell.count(" ") :] == [*cell.split(), str(calls), "0%"]
     assert text[-3] == "# all_gather", "what stands in the columns is not said again above them"
-
-
-@pytest.mark.full
-def test_one_rank_has_no_busbw(
-    tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shared_ranks(collectives)
-    flags = [
-        "--quick",
-        "--device",
-        "cpu",
-        "--workers",
-        "1",
-        "--max_bytes",
-        "1024",
-        "--json",
-        str(tmp_path / "c.json"),
-    ]
-    assert main(["communication", "collectives", *flags, "--figure", str(tmp_path / "c.svg")]) == 0
-    rows = rows_of(tmp_path / "c.json")
-    row = rows["all_reduce", "float32", 1024, True]
-    assert (row["busbw_gbps"], row["share_of_copy"], row["metric"], row["wrong"]) == (
-        None,
-        None,
-        "algbw",
-        0,
-    )
-    assert rows["sendrecv", "float32", 1024, False]["skipped"] == "one rank has no other to send to"
-    assert "out of place skipped: one rank has no other to send to" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--ops", "allreduce"], "unknown op allreduce; did you mean all_reduce?"),
-        (
-            ["--dtypes", "complex"],
-            "unknown dtype complex; known: float32, bfloat16, float16, float8_e4m3fn",
-        ),
-        (["--max_bytes", "100"], "max_bytes = 100 is below the smallest size, 1024; raise it"),
-    ],
-)
-def test_wrong_flags_are_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["communication", "collectives", "--device", "cpu", "--workers", "2", *flags]) == 2
-    assert message in capsys.readouterr().err
 
 
 def die(mesh: Any, asked: dict[str, Any], emit: Any) -> None:

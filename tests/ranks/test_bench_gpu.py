@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -33,7 +32,6 @@ from nanoray.bench.gpu import (
 )
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.ladder import LOSS, PRODUCTS, TOKENS
-from nanoray.errors import ConfigError
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,dropout=0.0,target_loss=9.0,max_steps=40,eval_every=20,compile=false"
 
@@ -171,29 +169,6 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
     assert ratio.median == pytest.approx(10.4)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--device", "cuda"],
-            "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out",
-        ),
-        (["--arms", "+ bf16"], "arms = + bf16; the base is needed: add float32"),
-        (["--rounds=-1"], "rounds = -1"),
-        (["--presets", "gpt2"], "unknown preset gpt2; known: shakespeare-char, gpt2-124m"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    flags: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpu, "discover_gpus", list)
-    assert bench.main(["step", "gpu", *flags]) == ConfigError.exit_code
-    assert re.search(re.escape(message), capsys.readouterr().err)
-
-
 def ladder_of(report: Report, budget_s: float = 1e9) -> gpu.GpuClimb:
     now = time.monotonic()
     args = argparse.Namespace(deadline=now + budget_s, budget_s=budget_s, json=None)
@@ -215,39 +190,3 @@ def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:
         "attention": "cudnn",
         "_chosen": ["+ batch x 2", CUDNN],
     }
-
-
-def test_a_rung_without_time_left_is_skipped_by_name() -> None:
-    report = Report("gpu", {"device": "cpu"})
-    why = gpu._reason_to_skip(ladder_of(report, 0), settings_at(BASE))
-    assert why == "no time was left of budget_s = 0"
-    gpu._add_baby(BABY, [], "", 1.47, "shakespeare", argparse.Namespace(budget_s=0), report)
-    assert report.rows[0].skipped == "no time was left of budget_s = 0"
-    assert not report.failed
-
-
-@pytest.mark.full
-def test_a_rung_that_fails_costs_its_own_row_and_the_others_run(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The report is also written after each rung, so a run that is cut off keeps what it has."""
-    written: list[int] = []
-    whole = Report.write
-
-    def write(report: Report, path: Path) -> None:
-        whole(report, path)
-        written.append(len(json.loads(path.read_text())["rows"]))
-
-    monkeypatch.setattr(Report, "write", write)
-    monkeypatch.setitem(gpu.RUNGS, TF32, {"precision": "bf16_pure", "loss_chunk": 1})
-    out = tmp_path / "g.json"
-    flags = ["--device", "cpu", "--quick", "--settings", TINY, "--dataset", str(text)]
-    flags += ["--presets", "shakespeare-char", "--arms", f"{TF32},{BASE}", "--json", str(out)]
-    assert bench.main(["step", "gpu", *flags, "--data_dir", str(tmp_path / "cache")]) == 1
-    report = json.loads(out.read_text())
-    rows = {(row["arm"], row["metric"]): row for row in report["rows"]}
-    assert "loss_chunk = 1 with precision = bf16_pure" in report["failures"][0]
-    assert rows[f"shakespeare-char: {TF32}", TOKENS]["error"]
-    assert rows[f"shakespeare-char: {BASE}", TOKENS]["median"] > 0
-    assert written[0] < written[1] < written[2]
-    assert f"FAILED  shakespeare-char: {TF32}" in capsys.readouterr().out

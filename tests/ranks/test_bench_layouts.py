@@ -5,7 +5,6 @@ links made up.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -50,38 +49,6 @@ def test_predictions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = here(0.001).predict(CONFIG, Layout(tp=2), "ddp_by_hand")
     # 2·4 + 1 sums forward and backward each, 2 of the loss, a norm
     assert slow - half == pytest.approx(21 * 2 * 0.001)
-
-
-def test_arms_are_the_layouts_that_divide() -> None:
-    names = {n: list(arms_of(CONFIG, n)) for n in (2, 4, 8)}
-    assert [len(of) for of in names.values()] == [3, 5, 6]
-    assert names[2] == [
-        "2 ranks: dp 2, ddp_by_hand",
-        "2 ranks: dp 2, zero1",
-        "2 ranks: dp 1 × tp 2",
-    ]
-    assert "8 ranks: dp 2 × tp 4, zero1" in names[8]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--workers", "3"], "workers = 3: links are fitted at 2 ranks"),
-        (["--ranks", "1,2"], "ranks = 1,2: not numbers above 1; write for example 2,4,8"),
-        (["--ranks", "x"], "ranks = x: not numbers above 1"),
-        (["--rounds", "0"], "rounds = 0; "),
-        (["--preset", "tin"], "unknown preset .* tin; did you mean tiny"),
-    ],
-)
-def test_wrong_flags_are_refused_before_anything_starts(
-    flags: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(layouts, "RankPool", lambda where: pytest.fail("it started ranks"))
-    assert bench.main(["layouts", "predicted", "--device", "cpu", *flags]) == 2
-    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_real_quick_run(

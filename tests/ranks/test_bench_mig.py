@@ -127,35 +127,6 @@ def test_seven_slices() -> None:
     assert (newer.backend, newer.skipped, len(newer.devices)) == ("nccl", "", 2)
 
 
-def test_an_arm_stays_on_one_card_and_says_what_that_has() -> None:
-    slices = found(h200("a", *["1g.18gb"] * 3), h200("b", *["1g.18gb"] * 4))
-    arms = by_name(mig.matrix(H200, slices, 6, OLD))
-    assert {d.parent_uuid for d in arms["4 × 1g.18gb"].devices} == {"GPU-b000-1111"}
-    assert arms["5 × 1g.18gb"].skipped == "needs 5 × 1g.18gb on one card, found 4"
-    assert "7 × 1g.18gb" not in arms
-
-
-def test_both_bandwidths_other_profiles_and_a_whole_card() -> None:
-    mixed = by_name(mig.matrix(H200, found(h200("a", "1g.18gb", "1g.35gb", "1g.35gb")), 3, OLD))
-    assert [d.profile for name in ("1 × 1g.18gb", "1 × 1g.35gb") for d in mixed[name].devices] == [
-        "1g.18gb",
-        "1g.35gb",
-    ]
-    assert not mixed["2 × 1g.35gb"].skipped  # the series takes what there is most of
-    large = by_name(mig.matrix(H200, found(h200("a", *["2g.35gb"] * 3), h200("b")), 3, OLD))
-    assert [n for n in range(1, 4) if not large[f"{n} × 2g.35gb"].skipped] == [1, 2, 3]
-    whole = large[f"whole {H200}"]
-    assert ([d.uuid for d in whole.devices], whole.skipped) == (["GPU-b000-1111"], "")
-    assert [a.name for a in mig.matrix(H200, [], 1, None)] == [
-        "1 × 1g.18gb",
-        "1 × 1g.35gb",
-        f"whole {H200}",
-    ]
-    assert all(a.skipped for a in mig.matrix(H200, found(h200("b")), 7, NEW)), (
-        "without slices nothing is run"
-    )
-
-
 # Rows
 
 
@@ -279,10 +250,6 @@ def apart(mesh: Any, order: dict[str, Any], emit: Any) -> None:
         time_rank(mesh, order, emit)
 
 
-def die(mesh: Any, order: dict[str, Any], emit: Any) -> None:
-    os._exit(7)
-
-
 def test_ranks_agree_or_are_counted_as_wrong(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(preset="tiny", overrides={"precision": "fp32"})
     right = mig.time_steps(pools(2), config, 2, 0.01)
@@ -334,58 +301,4 @@ def test_a_stand_in_run(
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-@pytest.mark.full
-def test_a_rank_that_dies_fails_its_arm(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(mig, "ENTRY", "tests.ranks.test_bench_mig:die")
-    assert bench.main(["mig", "--quick", "--device", "cpu", "--workers", "1"]) == 1
-    assert "it ended with exit code 7" in capsys.readouterr().out
-
-
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("flags", "env", "code", "message"),
-    [
-        (("--workers", "0"), {}, 2, "workers = 0; give 1 or more"),
-        (
-            ("--card", "NVIDIA T4"),
-            {},
-            2,
-            "card = NVIDIA T4: its slices are not known here; known: NVIDIA A100-SXM4-40GB",
-        ),
-        (
-            ("--device", "mig"),
-            {"CUDA_VISIBLE_DEVICES": ""},
-            3,
-            "device = mig (asked: all, available: 0): no GPU",
-        ),
-        (("--device", "cpu", "--workers", "4000"), {}, 3, "asked: 4000 ranks on CPU"),
-        (("--preset", "tinny"), {"CUDA_VISIBLE_DEVICES": ""}, 2, "tiny"),
-    ],
-)
-def test_refusals(
-    flags: tuple[str, ...],
-    env: dict[str, str],
-    code: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    assert bench.main(["mig", "--quick", *flags]) == code
-    assert message in capsys.readouterr().err
-
-
-def test_another_card_than_the_slices_is_refused() -> None:
-    slices = [d for d in found(h200("a", "1g.18gb")) if d.kind == "mig"]
-    assert mig._card(None, slices, slices) == H200 == mig._card(None, [], [])
-    with pytest.raises(
-        mig.ConfigError,
-        match="but the slices here are of NVIDIA H200; drop --card, or add --device cpu",
-    ):
-        mig._card("NVIDIA H100 PCIe", slices, slices)
-    assert mig._card("NVIDIA H100 PCIe", [], found(h200("b"))) == "NVIDIA H100 PCIe"

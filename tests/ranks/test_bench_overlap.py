@@ -12,7 +12,6 @@ import torch
 import nanoray.bench.__main__ as bench
 from nanoray.bench import overlap
 from nanoray.bench.arm import gpt
-from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Measurement, Report, ratio
 from nanoray.bench.overlap import (
     BUSY,
@@ -75,37 +74,6 @@ def test_a_real_sweep(
     assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--workers", "1"], "one rank has nothing to hide"),
-        (["--buckets", "1,x"], "buckets = 1,x: not numbers"),
-        (["--buckets", ""], "buckets = : not numbers above 0; write for example 0.1,0.25"),
-        *(
-            (
-                [f"--buckets={size},1"],
-                f"buckets = {size},1: not numbers above 0; write for example 0.1",
-            )
-            for size in ("0", "-2", "nan", "inf")
-        ),
-        (
-            ["--rounds", "0"],
-            "rounds = 0; give a number above 0, or leave it out for 20",
-        ),
-        (["--rounds", "-1"], "rounds = -1; give a number above 0"),
-        (["--steps", "0"], "steps = 0; give a number above 0"),
-        (["--rounds", "nan"], "argument --rounds: invalid int value: 'nan'"),
-        (["--preset", "tinny"], "tinny; did you mean tiny?"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started ranks"))
-    assert bench.main([*FLAGS, *flags]) == 2
-    assert text in capsys.readouterr().err
-
-
 def test_a_step_has_one_micro_batch_of_the_preset() -> None:
     arms = arms_of("gpt2-124m", [1.0, 25.0], 4)
     assert list(arms) == [NO_SYNC, "1 MB", "25 MB"]
@@ -161,18 +129,6 @@ def swept(times: dict[str, tuple[float, float, float]]) -> Report:
     return report
 
 
-def test_the_finding_says_so_when_hiding_more_is_slower() -> None:
-    """The figures of field experience: small buckets hide 92 % and are slower than one bucket that
-    hides nothing.
-    """
-    lines = OverlapBenchmark().finding(
-        swept({"1 MB": (61.0, 10.0, 0.8), "25 MB": (55.0, 9.0, 9.0)})
-    )
-    assert "fastest: 25 MB buckets, a step takes 1.375 x" in lines[0]
-    assert "--bucket_mb 25 on this machine" in lines[0]
-    assert "most hidden: 1 MB buckets, 92 %, yet 1.525 x" in lines[1]
-
-
 def test_the_finding_is_one_line_when_the_most_hidden_is_the_fastest() -> None:
     assert (
         len(
@@ -182,20 +138,6 @@ def test_the_finding_is_one_line_when_the_most_hidden_is_the_fastest() -> None:
         )
         == 1
     )
-
-
-def test_a_line_per_size_and_the_finding() -> None:
-    report = swept({"1 MB": (50.0, 10.0, 1.0)})
-    report.rows.append(Measurement("25 MB", STEP, "ms", (), error="rank 1 died"))
-    _, bare, first, second, empty, found = OverlapBenchmark().format_text(report)
-    assert bare.split() == ["no_sync", "40.0", "(40.0–40.0)", "5"]
-    values = (
-        "50.0 (50.0–50.0)  1.25 (1.25–1.25)  10.0 (10.0–10.0)  1.00 (1.00–1.00)  10.0 (10.0–10.0)"
-    )
-    assert first.split() == ["1", "MB", *values.split(), "5"]
-    assert second.split() == ["25", "MB", "FAILED", "0", "rank", "1", "died"]
-    assert not empty
-    assert found.startswith("fastest: 1 MB buckets")
 
 
 def test_a_table_for_the_readme() -> None:

@@ -11,10 +11,8 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import pipeline
-from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Report
 from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, PipelineBenchmark, _add_rows, arms_of
-from nanoray.parallel.schedules import SCHEDULES
 
 FLAGS = [
     "layouts",
@@ -62,38 +60,6 @@ def test_every_schedule_for_real(
     theory = {name: round(found.row(name, THEORY).median, 1) for name in arms}  # type: ignore[union-attr]
     assert theory["1f1b, 4 micro"] == theory["gpipe, 4 micro"] == 20.0
     assert (theory["zero_bubble, 4 micro"], theory["interleaved, 4 micro"]) == (7.7, 11.1)
-
-
-def test_a_schedule_takes_what_it_can() -> None:
-    assert {name.partition(",")[0] for name in arms_of(2, [4], 4)} == set(SCHEDULES)
-    assert not [
-        name
-        for name in (*arms_of(2, [3], 4), *arms_of(4, [4], 4))
-        if name.startswith("interleaved")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (
-            ["--workers", "1"],
-            "workers = 1; a pipeline needs 2 ranks",
-        ),
-        (
-            ["--workers", "2", "--micro", "0"],
-            "micro = 0: not numbers above 0; write for example 2,4,8",
-        ),
-        (["--workers", "2", "--rounds", "0"], "rounds = 0; give a number above 0"),
-        (["--workers", "3"], "pp = 3 does not divide n_layer"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started ranks"))
-    assert bench.main([*FLAGS, *flags]) == 2
-    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

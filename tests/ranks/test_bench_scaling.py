@@ -5,10 +5,7 @@ ranks.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,8 @@ import torch.distributed as dist
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench import scaling
-from nanoray.bench.engine import time_rank
-from nanoray.bench.harness.rank_pool import RankPool, Where
-from nanoray.bench.harness.report import Report
 from nanoray.bench.scaling import RANKS
 from nanoray.bench.simulate import ERROR, MEASURED, PREDICTED, VOCAB, gradient_buckets, model_work
-from nanoray.cli.forecast.fit import Fit
 from nanoray.cli.forecast.links import load_topology
 from nanoray.config import load_config
 from nanoray.models.costs import count_parameters, flops_per_token
@@ -64,34 +57,6 @@ def test_the_work_of_a_preset_by_hand() -> None:
     given = model_work(config, topology, compute_ms=120).step(12)
     assert (given.forward_s, given.backward_s) == pytest.approx((0.04, 0.08))
     assert given.buckets[-1].ready_s == pytest.approx(0.08)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--workers", "3", "--check", "3,4"],
-            "workers = 3, check = 3,4; fit at 2 ranks or more, and check at more than that",
-        ),
-        (["--workers", "1"], "workers = 1"),
-        (["--check", "x"], "check = x"),
-        (["--rounds", "0", "--steps", "-1"], "rounds = 0; give a number above 0"),
-        (["--compute_ms", "-3"], "compute_ms = -3.0; it must be above 0"),
-        (["--topology", "nvlink"], "unknown topology nvlink; known: ethernet-25g, "),
-        (["--model", "gpt2-124"], "unknown preset .* gpt2-124; did you mean gpt2-124m?"),
-    ],
-)
-def test_wrong_flags_are_refused_before_anything_starts(
-    flags: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        "nanoray.bench.scaling.RankPool", lambda where: pytest.fail("it started ranks")
-    )
-    assert bench.main(["scaling", "--device", "cpu", *flags]) == 2
-    assert re.search(message.replace("?", r"\?"), capsys.readouterr().err)
 
 
 @pytest.mark.full
@@ -167,63 +132,7 @@ def test_a_real_quick_run(
     assert torch.distributed.is_initialized() is False
 
 
-def die(mesh: Any, order: dict[str, Any], emit: Any) -> None:
-    """Let rank 1 of three be killed before its first step."""
-    if mesh.rank == 1 and mesh.world_size == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time_rank(mesh, order, emit)
-
-
-@pytest.mark.full
-def test_a_killed_rank_leaves_the_fits(
-    tmp_path: Path, pools: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def pool(where: Where) -> Any:
-        return nullcontext(pools(2)) if where.workers == 2 else RankPool(where)
-
-    monkeypatch.setattr(scaling, "RankPool", pool)
-    monkeypatch.setattr(scaling, "TIME_ENTRY", "tests.ranks.test_bench_scaling:die")
-    files = [
-        f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "png"))
-    ]
-    assert (
-        bench.main(
-            ["scaling", "--quick", "--device", "cpu", "--check", "3", "--rounds", "1", *files]
-        )
-        == 1
-    )
-    written = json.loads((tmp_path / "r.json").read_text())
-    assert {r["arm"] for r in written["rows"]} >= {"fit backend", "fit ring", "fit tree"}
-    assert not [r for r in written["rows"] if r["metric"] == MEASURED]
-    (failure,) = written["failures"]
-    assert re.match(
-        r"rank 1 \(pid \d+, cpu\) in tests.ranks.test_bench_scaling:die: it was ended by SIGKILL",
-        failure,
-    )
-    assert (tmp_path / "r.png").stat().st_size > 10_000
-    assert "FAILED  rank 1" in capsys.readouterr().out.splitlines()[-1]
-
-
 def test_the_check_is_at_one_and_two_more() -> None:
     assert scaling._checks(None, 2) == [3, 4]
     assert scaling._checks(None, 4) == [5, 6]
     assert scaling._checks("8", 4) == [8]
-
-
-def test_a_bucket_that_no_sweep_measured_is_named() -> None:
-    """The one bucket of the preset is larger than all that the fit has seen."""
-    config = load_config(preset="shakespeare-cpu")
-    parts = {"forward_s": 0.01, "backward_s": 0.02, "update_s": 0.001}
-    here = scaling.MachineSteps(2, config, 2.0, bucket_mb=8.0)
-    here.compute[6].append(parts)
-    here.steps[2, 6] = [0.03]
-    report = Report("scaling", {})
-    scaling._compare(report, here, Fit("backend", 2, 1e-5, 1e-9, (0.0,), 1024, 1 << 21))
-    row = report.row("weak 2", PREDICTED)
-    assert row is not None
-    nbytes = 4 * count_parameters(ModelShape.of(config, VOCAB[config.tokenizer]))
-    assert row.note.endswith(
-        f" ms exposed; {nbytes} bytes are outside the measured 1024 .. 2097152"
-    )
-    # Compute of its own round, and after it one all-reduce over two ranks
-    assert row.median == pytest.approx(31.0 + 1e3 * (2 * 1e-5 + nbytes * 1e-9))

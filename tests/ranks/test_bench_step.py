@@ -5,7 +5,6 @@ it compares.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from nanoray.bench.step import (
     StepBenchmark,
     add_targets,
 )
-from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
 
 CANNOT_COMPILE = any(letter.isspace() for letter in sys.prefix)
@@ -118,42 +116,3 @@ def test_without_nanogpt_the_loop_that_is_nearest_to_it_is_the_measure() -> None
     (aim,) = (target for target in report.targets if f"{BEST} / " in target.text)
     assert aim.text == f"tokens/s, shakespeare-cpu: {BEST} / shakespeare-cpu: {EAGER}"
     assert aim.row.median == pytest.approx(1.3)
-
-
-@pytest.mark.full
-def test_the_large_ladder_has_random_tokens_of_its_vocabulary(text: Path, tmp_path: Path) -> None:
-    presets = ["--presets", "shakespeare-char,gpt2-124m"]
-    rows = climbed(
-        text, tmp_path, *presets, "--arms", f"{BASE},chunked loss,{PEER}", "--rounds", "1"
-    )
-    assert "wrong" not in rows["shakespeare-char: chunked loss", LOSS, ""], (
-        "dropout: it is not compared"
-    )
-    assert (
-        rows[f"shakespeare-char: {PEER}", TOKENS, "1/s"]["skipped"] == "--nanogpt names no folder"
-    )
-    assert rows["gpt2-124m: chunked loss", LOSS, ""]["wrong"] == 0
-    assert rows["gpt2-124m: base", LOSS, ""]["median"] == pytest.approx(10.825, abs=0.1), (
-        "log 50257: nothing to learn"
-    )
-    assert LADDERS["gpt2-124m"].tokens == 50257
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--arms", "compile"], "arms = compile; the base is needed: add base"),
-        (["--rounds=-1"], "rounds = -1"),
-        (["--settings", "n_embd"], "not KEY=VALUE"),
-        (
-            ["--nanogpt", "/nowhere"],
-            "nanogpt = /nowhere has no train.py; give the folder of a clone of nanoGPT",
-        ),
-        (["--presets", "shakespeare"], "unknown preset shakespeare; did you mean shakespeare-"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench.main(["step", "cpu", *flags]) == ConfigError.exit_code
-    assert re.search(re.escape(message), capsys.readouterr().err)

@@ -13,7 +13,6 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import strategies
 from nanoray.bench.engine import EXPOSED, MEMORY_ENTRY, MEMORY_STEPS, STEP, order_of
-from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.strategies import (
@@ -23,12 +22,10 @@ from nanoray.bench.strategies import (
     KEPT,
     LOSS,
     MODES,
-    ONLY_GPT,
     PEAK,
     STATE,
     STATE_ERROR,
     STATE_FORMULA,
-    StrategiesBenchmark,
     _add_time_rows,
     configuration,
 )
@@ -142,50 +139,6 @@ def test_every_arm_runs(
 
 
 @pytest.mark.full
-def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
-    shared_ranks(strategies)
-    flags = [
-        "layouts",
-        "strategies",
-        "--device",
-        "cpu",
-        "--quick",
-        "--workers",
-        "2",
-        "--model",
-        "resnet",
-    ]
-    bench.main(
-        [
-            *flags,
-            "--settings",
-            "resnet_depth=8,global_batch_size=8",
-            f"--json={tmp_path / 'r.json'}",
-        ]
-    )
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert found["failures"] == []
-    rows = {(r["arm"], r["metric"]): r for r in found["rows"]}
-    for arm in DATA_ARMS:
-        assert rows[arm, LOSS]["wrong"] == 0, arm
-        assert rows[arm, "samples"]["median"] > 0
-        assert (arm, "tokens") not in rows
-        assert abs(rows[arm, STATE_ERROR]["median"]) < 10, arm
-    assert "ResNet-8 of 75,290 parameters" in found["conditions"]["recipe"]
-    assert found["conditions"]["left out"] == (
-        f"{', '.join(HYBRID)}: they do not divide 2 ranks; {', '.join(ONLY_GPT)}: they need a gpt"
-    )
-
-
-def test_presets_and_axes_are_a_gpts(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["layouts", "strategies", "--device", "cpu", "--workers", "2", "--model", "resnet"]
-    assert bench.main([*flags, "--preset", "tiny"]) == 2
-    assert "preset = tiny is a gpt's, but model = resnet" in capsys.readouterr().err
-    assert bench.main([*flags, "--arms", "ddp,pp 2"]) == 2
-    assert "arms = pp 2 need a gpt, but model = resnet; leave them out" in capsys.readouterr().err
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_formula_says_what_each_rank_holds(pools: Pools, ranks: int, optimizer: str) -> None:
@@ -248,37 +201,3 @@ def test_each_arm_can_be_named() -> None:
     assert all(chosen(arm, list(ARMS)) == [arm] for arm in ARMS), (
         "a comma would be the end of a name"
     )
-
-
-def test_a_line_per_arm() -> None:
-    report = report_of(ddp=(100.0, 99.0), ddp__block=(130.0, 99.0), zero1__block=(143.0, 99.0))
-    line = StrategiesBenchmark().format_markdown(report)[4]
-    assert line.startswith("| zero1 + block | 1.10 (1.10–1.10) | 143 (143–143) |"), (
-        "against DDP with it"
-    )
-    assert StrategiesBenchmark().format_text(report)[1].split()[:3] == ["ddp", "100", "(100–100)"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--workers", "1"], "workers = 1; 2 is the least"),
-        (["--rounds", "0"], "rounds = 0"),
-        (
-            ["--settings", "n_embd"],
-            "settings = n_embd: not KEY=VALUE,...; write for example n_embd=256",
-        ),
-        (["--settings", "n_emd=3"], "n_emd; did you mean n_embd?"),
-        (["--arms", "zero3"], "unknown arm zero3; did you mean zero"),
-        (["--arms", "tp 2", "--workers", "3"], "tp = 2 does not divide 3 rank(s)"),
-        (["--arms", "ddp,tp 2", "--workers", "2", "--settings", "n_head=1"], "n_head = 1"),
-        (["--preset", "tinny"], "tinny; did you mean tiny?"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (benchmark, strategies):
-        monkeypatch.setattr(module, "RankPool", lambda where: pytest.fail("it started ranks"))
-    assert bench.main([*FLAGS, *flags]) == 2
-    assert text in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 
 from nanoray.bench import gpu
-from nanoray.bench.harness.processes import arm_environment, scratch_folder
-from nanoray.bench.harness.report import Report, conditions
 from tests.gpu import day as gpu_day
-from tests.gpu.day import Day, DayPart
+from tests.gpu.day import DayPart
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ROOT / "tests" / "harness" / "hidden"
@@ -72,41 +69,6 @@ def test_the_whole_trial_runs_to_its_end(tmp_path: Path, text: Path) -> None:
 
 def parts(device: str) -> list[DayPart]:
     return gpu_day.parts_of(gpu_day.read_flags(["--device", "cpu"]), device)
-
-
-def a_day(folder: Path, out: Path, **flags: Any) -> Day:
-    args = argparse.Namespace(**{"out": out, "budget_s": 60.0} | flags)
-    report = Report("gpu_day", conditions(gpu_day.COMMAND, []) | {"device": "cpu"})
-    env = arm_environment() | {"PYTHONPATH": f"{ROOT}:{out}"}
-    return Day(args, "cpu", folder, env, report)
-
-
-@pytest.mark.full
-def test_a_part_that_fails_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
-    """And the report is on disk after each part."""
-    seen = tmp_path / "seen"
-    look = f"import shutil; shutil.copy({str(tmp_path / 'gpu-day-cpu.json')!r}, {str(seen)!r})"
-    scripts = {
-        "fails": "print('FAILED  a rung: no kernel'); raise SystemExit(1)",
-        "hangs": "import time; time.sleep(600)",
-        "good": look,
-    }
-    # The second part has a second, and what the first one has left of its five
-    shares = {"fails": 5.0, "hangs": 1.0, "good": 24.0}
-    parts = []
-    for name, script in scripts.items():
-        (tmp_path / f"{name}_part.py").write_text(script)
-        parts.append(DayPart(name, (f"{name}_part",), shares[name], least_s=0.5))
-    with scratch_folder() as folder:
-        day = a_day(folder, tmp_path, budget_s=30.0)
-        day.run(parts)
-    rows = {row.arm: row for row in day.report.rows}
-    assert rows["fails"].error == "ChildFailed: FAILED  a rung: no kernel", day.report.failures
-    assert rows["hangs"].error.startswith("ChildFailed: no end within")
-    assert not rows["good"].error
-    assert [text.partition(":")[0] for text in day.report.failures] == ["fails", "hangs"]
-    assert day.report.failed
-    assert [row["arm"] for row in json.loads(seen.read_text())["rows"]] == ["fails", "hangs"]
 
 
 def test_every_part_names_rungs_and_presets_that_exist() -> None:

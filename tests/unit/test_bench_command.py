@@ -148,83 +148,6 @@ def test_all_is_ok_when_all_are(
     assert "a table of its own" in out
 
 
-def test_one_that_refuses_so_many_ranks_is_skipped(
-    fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    choose(monkeypatch, "picky", "fine")
-    files = ["--json", str(tmp_path / "all.json")]
-    assert bench.main(["all", "--workers", "4", *files]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines()[-1] == "OK  1 benches, skipped: picky"
-    assert "skipped  workers = 4; use 3 or less" in out
-    written = json.loads((tmp_path / "all.json").read_text())
-    assert written["ok"]
-    assert [report.get("skipped") for report in written["reports"]] == [
-        "workers = 4; use 3 or less",
-        None,
-    ]
-    choose(monkeypatch, "picky")
-    assert bench.main(["all", "--workers", "4"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "FAILED  every bench refuses workers = 4"
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (
-            ["--workers", "abc"],
-            "argument --workers: invalid int value: 'abc'; see nanoray bench all --help",
-        ),
-        (["--workers", "0"], "workers = 0; give 1 or more, or leave it out for each one's default"),
-        (["--json", "."], "json = . is a folder; name a file in it: report.json"),
-        (
-            ["--figure", "report.png"],
-            "figure = report.png: bench all draws several; name a folder that is there",
-        ),
-    ],
-)
-def test_what_all_refuses(
-    fakes: Path,
-    flags: list[str],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["nanoray"])
-    choose(monkeypatch, "fine")
-    assert bench.main(["all", *flags]) == 2
-    assert capsys.readouterr() == ("", f"error: {text}\n")
-
-
-@pytest.mark.parametrize("flag", ["json", "figure"])
-def test_a_folder_is_no_file(
-    fakes: Path,
-    flag: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    choose(monkeypatch, "fine")
-    (folder := tmp_path / "folder.png").mkdir()
-    assert bench.main(["fine", f"--{flag}", str(folder)]) == 2
-    assert (
-        f"{flag} = {folder} is a folder; name a file in it: {folder}/report."
-        in capsys.readouterr().err
-    )
-
-
-def test_the_summary_is_said_before_files_are_written(
-    fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    choose(monkeypatch, "fine")
-    monkeypatch.setattr(
-        bench, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
-    )
-    with pytest.raises(OSError, match="disk full"):
-        bench.main(["all", "--json", str(tmp_path / "all.json")])
-    assert capsys.readouterr().out.splitlines()[-1] == "OK  1 benches"
-
-
 def test_a_benchmark_that_breaks_keeps_what_it_measured(
     fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,17 +158,6 @@ def test_a_benchmark_that_breaks_keeps_what_it_measured(
     assert out.splitlines()[-1] == "FAILED  ZeroDivisionError: by nothing"
     assert "fake_broken.py" in out, "the traceback"
     assert json.loads((tmp_path / "b.json").read_text())["rows"][0]["values"] == [2, 3]
-
-
-def test_a_figure_that_cannot_be_drawn_is_a_failure(
-    fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    choose(monkeypatch, "undrawn")
-    (fakes / "fake_undrawn.py").write_text(
-        FAKE.replace("ENDING", "").replace("axes.plot", "axes.no_such_plot")
-    )
-    assert bench.main(["undrawn", "--figure", str(tmp_path / "u.png")]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED  figure: AttributeError: ")
 
 
 def test_one_rank_of_torchrun_speaks(
@@ -300,16 +212,3 @@ def test_ctrl_c_ends_all_of_them_and_keeps_what_was_measured(fakes: Path, tmp_pa
     (report,) = json.loads((tmp_path / "all.json").read_text())["reports"]
     assert report["rows"][0]["values"] == [2.0, 3.0]
     assert not report["ok"]
-
-
-def test_ctrl_c_before_the_first_value_writes_no_report(
-    fakes: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    choose(monkeypatch, "nothing_yet")
-    assert bench.main(["nothing_yet", "--json", str(tmp_path / "r.json")]) == 130
-    text = "interrupted: everything that was started is ended, no report was written"
-    assert text in capsys.readouterr().err
-    assert not (tmp_path / "r.json").exists()

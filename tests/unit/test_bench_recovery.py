@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
 from nanoray.bench.harness.plan import BenchPlan
 from nanoray.bench.harness.processes import ChildFailed
-from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.report import Report
 from nanoray.bench.killed import (
     Goodput,
     MeasuredFault,
@@ -29,7 +28,7 @@ from nanoray.bench.killed import (
     outage,
     wrong_losses,
 )
-from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, RecoveryBenchmark
+from nanoray.bench.recovery import REPEATED, STANDSTILL
 from nanoray.machine.slots import Slots
 
 
@@ -192,86 +191,11 @@ def test_when_a_launcher_noticed(run: TrainingProcess) -> None:
     assert run.noticed_s("spare", killed) == 0.02
 
 
-def test_a_run_that_ends_too_soon_is_no_measurement(run: TrainingProcess) -> None:
-    with pytest.raises(recovery.ChildFailed, match=r"no step 5 within 0.1 s, but step 0"):
-        run.wait_until(lambda: run.step >= 5, 0.1, "step 5")
-    run.child.process.kill()
-    with pytest.raises(recovery.ChildFailed, match="exit code -9 before step 5"):
-        run.wait_until(lambda: run.step >= 5, 20, "step 5")
-    with pytest.raises(recovery.ChildFailed, match="exit code -9 in mid-run"):
-        run.follow(time.time() + 20)
-
-
 # The command line, and what is printed
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (
-            ["--arms", "in_place,horovod"],
-            "unknown arm horovod; known: in_place, spare, shrink, restart, ",
-        ),
-        (["--between", "5"], "between = 5: not two steps; write A,B like 800,950"),
-        (["--between", "9,1100"], "between = 9,1100, steps = 1100; 1 <= A <= B < steps is needed"),
-        (["--between", "0,9"], "between = 0,9, steps = 1100; 1 <= A <= B < steps is needed"),
-        (
-            ["--kills", "0", "--goodput_s", "0"],
-            "kills = 0, goodput_s = 0: nothing to measure",
-        ),
-        (
-            ["--checkpoint_every", "0"],
-            "checkpoint_every = 0; give a number above 0, or leave it out for 50",
-        ),
-        (["--mean_s", "-1"], "mean_s = -1; give a number above 0, or leave it out for 10"),
-        (
-            ["--workers", "1"],
-            "workers = 1: no rank would be left after a kill; use --workers 2 or more",
-        ),
-        (
-            ["--workers", "2", "--goodput_s", "0.001"],
-            "no kill within goodput_s = 0.001 at mean_s = 10; take another --seed",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recovery, "planned", lambda *_: pytest.fail("it prepared a run"))
-    assert bench.main(["recovery", "--device", "cpu", *flags]) == 2
-    assert text in capsys.readouterr().err
 
 
 def test_the_default_plan_of_kills_has_some() -> None:
     assert 3 <= len(arrivals(1337, 10.0, 45.0, 2)) <= 6
-
-
-def report_of(*, wrong: int = 0) -> Report:
-    rows = [
-        Measurement("in_place", STANDSTILL, "s", (2.0, 3.0, 2.5), wrong=wrong),
-        Measurement("in_place", REPEATED, "steps", (0.0,)),
-    ]
-    rows += [Measurement(PEER, STANDSTILL, "s", (10.0, 30.0, 12.5), wrong=0)]
-    rows += [Measurement("torchrun", STANDSTILL, "s", (), error="exit code 3")]
-    report = Report("recovery", {"command": "c", "recipe": "r"}, rows)
-    recovery._add_targets(report)
-    report.rows.append(Measurement("in_place", GOODPUT, "%", (81.0,)))
-    return report
-
-
-def test_a_line_per_arm() -> None:
-    report = report_of()
-    assert [line.split() for line in RecoveryBenchmark().format_text(report)[1:]] == [
-        ["in_place", "2.50", "(2.25–2.75)", "0", "5.00", "(5.00–7.50)", "3", "0", "81.0"],
-        [PEER, "12.5", "(11.2–21.2)", "3", "0"],
-        ["torchrun", "FAILED", "FAILED", "0"],
-    ]
-    markdown = RecoveryBenchmark().format_markdown(report)
-    assert "| in_place | 2.50 (2.25–2.75) |  | 0 | 5.00 (5.00–7.50) | 3 | 0 | 81.0 |" in markdown
-    assert [t.verdict for t in report.targets] == [
-        "ok, not judged: n = 3 < 5",
-    ]
-    assert "in_place, standstill: 4 wrong" in report_of(wrong=4).problems
 
 
 def test_an_interrupted_benchmark_keeps_the_kills_of_before(

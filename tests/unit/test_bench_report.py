@@ -124,16 +124,6 @@ def test_wrong_elements_fail_the_report_and_have_a_column() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "last"), [([row(error="gone\nlog")], "a, m: gone"), ([row()], "a, m: no value")]
-)
-def test_a_row_without_a_value_fails_the_report(rows: list[Measurement], last: str) -> None:
-    report = Report("x", {}, rows)
-    assert report.lines()[-1] == f"FAILED  {last}"
-    report.failures.append("a: the whole story")
-    assert report.lines()[-1] == "FAILED  a: the whole story"
-
-
-@pytest.mark.parametrize(
     ("values", "relation", "verdict", "failed"),
     [
         ([1.0] * 5, "<=", "ok", False),
@@ -222,16 +212,6 @@ def test_json_shape(tmp_path: Path) -> None:
     assert [r["n"] for r in written["rows"]] == [3, 0]
     assert written["targets"][0]["measured"] == 2
     assert os.listdir(tmp_path) == ["r.json"]
-
-
-def test_the_last_line_says_ok_or_failed_and_why() -> None:
-    report = report_of(row(1.0))
-    assert report.lines()[-1] == "OK  1 rows, 0 target(s)"
-    report.failures.append("ray: exit code 3\nlast line of its log")
-    report.targets.append(Target("speed", row(*[2.0] * 5), "<=", 1))
-    assert report.failed
-    assert report.lines()[-1] == "FAILED  ray: exit code 3; speed: MISSED"
-    assert "  | last line of its log" in report.lines()
 
 
 # The command line
