@@ -90,11 +90,6 @@ class ScriptedTime:
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
 
-    def suspend(self, seconds: float) -> None:
-        """Let time pass in which nothing happens, as while the machine sleeps."""
-        self.now += seconds
-        self._events = [(at + seconds, number, event) for at, number, event in self._events]
-
     def advance(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Run all events until then, or until there is enough."""
         while not enough() and self._events and self._events[0][0] <= until:

@@ -17,14 +17,11 @@ import pytest
 
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults import exit_record
-from nanoray.faults.cause import MAX_CONSEQUENCES
 from nanoray.launch.recovery.cluster_watch import LEAVE_S
-from nanoray.launch.recovery.recover import SAVE_S
 from tests.harness.scripted_ray import (
     NOTICE_S,
     RUN_S,
     Actor,
-    ActorDiedError,
     Ref,
     Run,
     node_id,
@@ -63,29 +60,6 @@ def test_a_run_without_faults(tmp_path: Path) -> None:
     assert run.ray.orders[:3] == ["start 0", "start 1", "start 2"]
     assert run.ray.orders[3:6] == [f"run {slot} as {slot}/3 attempt 0" for slot in range(3)]
     assert (run.causes, run.reports, run.orders) == ([], [], [])
-
-
-def test_an_error_of_a_script_after_its_training_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On another rank than 0, whose end is the run's."""
-    run = Run(tmp_path)
-    finish = run.ray._finish
-
-    def fail_after_fit(attempt: int, reason: str) -> None:
-        failed = {"ok": False, "kind": "exception", "exit_code": 1, "error": "ValueError"}
-        failed |= {"message": "in the export", "traceback": "", "step": 40, "phase": "done"}
-        run.ray.members[1].runs[-1].set(failed)
-        finish(attempt, reason)
-
-    monkeypatch.setattr(run.ray, "_finish", fail_after_fit)
-    assert ended_well(run())
-    output = capsys.readouterr().out
-    assert (
-        "warning  rank 1 (pid 1001, node 10.0.0.1) failed in done of step 40: ValueError: in the "
-        in output
-    )
-    assert f"its outcome stands; the traceback is in {run.spec.log(1)}\n" in output
 
 
 def return_later(run: Run, slot: int, after_s: float | None, result: Any = None) -> None:
@@ -128,29 +102,6 @@ def test_a_script_of_another_rank_may_go_on_after_fit(
     assert "warning" not in capsys.readouterr().out
 
 
-def test_rank_0_of_a_script_may_go_on_alone_although_another_rank_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = Run(tmp_path, model="own")
-    return_later(run, 0, 2000.0)
-    error = {"ok": False, "kind": "exception", "exit_code": 1, "error": "ValueError"}
-    error |= {"message": "in the export", "traceback": "", "step": 40, "phase": "done"}
-    finish = run.ray._finish
-
-    def fail(attempt: int, reason: str) -> None:
-        failing = run.ray.members[1]
-        run.ray.time.after(5.0, partial(failing.runs[-1].set, error))
-        kept, failing.runs[-1] = failing.runs[-1], Ref()
-        finish(attempt, reason)
-        failing.runs[-1] = kept
-
-    run.ray._finish = fail  # type: ignore[method-assign]
-    assert ended_well(run())
-    assert took_s(run) > RUN_S + 2000
-    assert (run.causes, run.orders) == ([], [])
-    assert "its outcome stands; the traceback is in" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("more", "limit_s"), [({}, 600.0), ({"hang_timeout": 5.0}, 50.0), ({"model": "gpt"}, 3.0)]
 )
@@ -163,25 +114,6 @@ def test_a_script_that_never_returns_holds_the_run_for_a_while_only(
     assert limit_s <= took_s(run) - RUN_S < limit_s + 15
     said = "rank 1 had not returned from the script's function" in capsys.readouterr().out
     assert said is ("model" not in more)
-
-
-def test_a_frozen_rank_is_not_waited_for_as_long_as_one_that_answers(tmp_path: Path) -> None:
-    run = Run(tmp_path, model="own")
-    return_later(run, 1, None)
-    run.ray.at(RUN_S + 5, lambda: setattr(run.ray.actors[1], "frozen", True))
-    assert ended_well(run())
-    assert took_s(run) < RUN_S + 200
-    assert [order for order in run.ray.orders if order.startswith("start")] == [
-        f"start {slot}" for slot in range(3)
-    ], "no rank is replaced after the training"
-
-
-def test_a_stop_ends_the_wait_for_a_script_that_goes_on(tmp_path: Path) -> None:
-    run = Run(tmp_path, model="own")
-    return_later(run, 1, None)
-    run.ray.at(RUN_S + 100, run.sigterm)
-    assert ended_well(run())
-    assert RUN_S + 130 <= took_s(run) < RUN_S + 145
 
 
 def test_a_killed_rank_is_replaced_and_the_others_go_on(
@@ -236,33 +168,6 @@ def test_a_new_actor_for_which_ray_starts_no_process_is_created_again(
     assert re.search(r"rank 1 \(pid 1005\) joins in 6\d\.\d s", output)
 
 
-def test_an_actor_of_a_restart_for_which_ray_starts_no_process_is_created_again(
-    tmp_path: Path,
-) -> None:
-    """Ray may lose the request when the drained node leaves; that is no failure of the run."""
-    run = Run(tmp_path, recovery="restart")
-    run.ray.at(10.3, run.ray.drain, run.driver, 1, 30.0)
-    run.ray.at(10.4, run.ray.lost_requests.update, {2: 1})
-    assert ended_well(run())
-    starts = [order for order in run.orders if order.startswith("start")]
-    assert starts == ["start 0", "start 1", "start 2", "start 2"]
-    assert [report["cause"] for report in run.reports] == ["drained"]
-
-
-@pytest.mark.parametrize("missing", ["room", "patience"])
-def test_a_new_actor_that_waits_rightly_is_left_alone(tmp_path: Path, missing: str) -> None:
-    """Without a reserved bundle no request can help, and a process may take long to start."""
-    run = Run(tmp_path, replace_timeout=100.0)
-    if missing == "room":
-        run.ray.at(10.2, run.ray.lost_requests.update, {1: 1})
-        run.ray.reserved = "RESCHEDULING"
-    else:
-        run.ray.start_s = 70.0
-    run.ray.at(10.3, run.ray.die, 1)
-    assert run()["ok"]
-    assert "kill 1" not in run.orders[: run.orders.index("start 1") + 2]
-
-
 @pytest.mark.parametrize(
     ("how", "cause", "title"),
     [
@@ -282,14 +187,6 @@ def test_deaths_are_told_apart(tmp_path: Path, how: str, cause: str, title: str)
     assert ended_well(run())
     assert what(run) == [(1, cause, "in_place", 0)]
     assert run.reports[0]["title"].endswith(title)
-
-
-def test_an_exception_is_a_lost_rank_too(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.fail, 1, "exception", "ValueError: x")
-    assert ended_well(run())
-    assert run.orders == ["kill 1", *IN_PLACE_OF_1]
-    assert what(run) == [(1, "exception", "in_place", 0)]
 
 
 @pytest.mark.parametrize(("frozen", "why"), [(False, "is behind"), (True, "does not answer")])
@@ -420,42 +317,6 @@ def test_a_newcomer_that_cannot_work_is_tried_elsewhere(
     assert second.avoids == [first.facts["node"]]
 
 
-@pytest.mark.parametrize("recovery", ["in_place", "shrink"])
-def test_a_newcomer_that_cannot_work_anywhere(tmp_path: Path, recovery: str) -> None:
-    """After three nodes the others go on without it, or save and end with the newcomer's error and
-    exit code.
-    """
-    run = Run(tmp_path, recovery=recovery, max_failures=9)
-    run.ray.refusing_starts[1] = 9
-    run.ray.at(10.3, run.ray.die, 1)
-    outcome = run()
-    assert run.causes == [(1, "killed"), *[(1, "refused")] * 3]
-    if recovery == "shrink":
-        assert ended_well(outcome, world_size=2)
-        return
-    assert saved(run)
-    assert (outcome["ok"], outcome["exit_code"]) == (False, 5)
-    assert (
-        "no shared folder. Gave up: its replacement could not work on three nodes."
-        in outcome["message"]
-    )
-    assert f"Saved at step {run.ray.saved}." in outcome["message"]
-
-
-def test_no_other_node_has_room_for_a_newcomer_that_cannot_work(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.ray.refusing_starts[1] = 1
-    run.ray.reactions["run 1 as 1/3 attempt 1"] = lambda: setattr(run.ray, "start_s", 1000.0)
-    run.ray.at(10.3, run.ray.die, 1)
-    outcome = run()
-    assert saved(run)
-    assert outcome["exit_code"] == 5
-    assert (
-        "its replacement cannot work where it was started, and no other node has room"
-        in outcome["message"]
-    )
-
-
 @pytest.mark.parametrize("victim", range(3))
 def test_without_a_head_the_others_save(tmp_path: Path, victim: int) -> None:
     run = Run(tmp_path)
@@ -520,49 +381,6 @@ def test_a_rank_that_was_left_out_saves_for_one_of_its_share(tmp_path: Path, fro
     assert orders_of_2 == (["go_on 2 as 1/2 attempt 2"] if frozen == 0 else [])
 
 
-def test_all_that_save_freeze_beside_a_rank_that_was_left_out(tmp_path: Path) -> None:
-    """Its replica is not whole: it is no member of the group that saves, and cannot save alone."""
-    run = Run(tmp_path, workers=4, tp=2)
-
-    def freeze() -> None:
-        run.ray.freeze(0)
-        run.ray.freeze(1)
-
-    run.ray.reactions["go_on 0 as 0/2 attempt 1"] = freeze
-    run.ray.at(10.3, run.ray.fail, 3, "refused", "TrainingDiverged: the loss is nan")
-    began = run.ray.time.now
-    assert "Gave up: restarting cannot cure this. Checkpoints" in run()["message"]
-    assert not any(order.startswith("go_on 2 ") for order in run.orders)
-    assert run.ray.time.now - began < 10.3 + SAVE_S + 10.0
-
-
-def test_after_a_sleep_of_the_machine_no_rank_that_saves_is_ended(tmp_path: Path) -> None:
-    """One may answer a moment before another; neither could answer while all slept."""
-    run = Run(tmp_path)
-
-    def sleep() -> None:
-        run.ray.time.suspend(60.0)
-        first = run.ray.actors[0]
-        for ref, _, _ in list(first.sleepers):
-            first.answer(ref)
-
-    run.ray.reactions["go_on 2 as 1/2 attempt 1"] = lambda: run.ray.at(0.5, sleep)
-    run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
-    run()
-    assert saved(run)
-    assert run.ray.ended_for_certain == []
-
-
-def test_ranks_that_never_finish_saving_are_not_waited_for(tmp_path: Path) -> None:
-    run = Run(tmp_path, hang_timeout=0)
-    run.ray.reactions["go_on 2 as 1/2 attempt 1"] = lambda: run.ray.at(0.1, run.ray.hang, 2)
-    run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
-    began = run.ray.time.now
-    outcome = run()
-    assert "Gave up: restarting cannot cure this. Checkpoints" in outcome["message"]
-    assert run.ray.time.now - began < 10.3 + SAVE_S + 10.0
-
-
 # Two faults, in every order.
 
 PAIRS = list(itertools.permutations(range(3), 2))
@@ -621,31 +439,6 @@ def test_a_death_outranks_an_exception(tmp_path: Path, order: tuple[str, str]) -
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_rank_dies_after_the_group_has_recovered(tmp_path: Path, first: int, second: int) -> None:
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.die, first)
-    run.ray.at(20.3, run.ray.die, second)
-    assert ended_well(run())
-    assert what(run) == [(first, "killed", "in_place", 0), (second, "killed", "in_place", 0)]
-    assert [report["attempt"] for report in run.reports] == [0, 1]
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_rank_dies_before_a_step_is_completed_again(
-    tmp_path: Path, first: int, second: int
-) -> None:
-    """Both are reported; the first one's recovery has no end, because the second fault came before
-    it.
-    """
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.die, first)
-    run.ray.at(12.8, run.ray.die, second)
-    assert ended_well(run())
-    assert what(run) == [(first, "killed", "in_place", None), (second, "killed", "in_place", 0)]
-    assert [report["recover_s"] is None for report in run.reports] == [True, False]
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_newcomer_dies_while_it_is_awaited(tmp_path: Path, first: int, second: int) -> None:
     """Two ranks are lost; one new actor dies twice while it starts. It is started again, and
     nothing is lost.
@@ -696,56 +489,6 @@ def test_a_newcomer_that_always_dies(
     assert "shrink   1/3 3 -> 2 rank(s) with the same global batch, until rank 1 is back" in output
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_survivor_dies_while_a_replacement_is_awaited(
-    tmp_path: Path, first: int, second: int
-) -> None:
-    """The third rank still holds the state: nothing is repeated, and both deaths are reported."""
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.die, first)
-    run.ray.at(11.3, run.ray.die, second)
-    assert ended_well(run())
-    assert run.causes == [(first, "killed"), (second, "killed")]
-    assert what(run) == [(first, "killed", "", None), (second, "killed", "in_place", 0)]
-
-
-@pytest.mark.parametrize(("hangs", "dies"), PAIRS)
-def test_a_rank_dies_as_the_hung_one_is_ended(tmp_path: Path, hangs: int, dies: int) -> None:
-    """Until all survivors wait, a death belongs to the same fault. The hung rank came first, so it
-    is the cause.
-    """
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.hang, hangs)
-    run.ray.reactions[f"kill {hangs}"] = lambda: run.ray.die(dies)
-    assert ended_well(run())
-    assert what(run) == [(hangs, "hung", "in_place", 0)]
-    assert run.reports[0]["consequences"][0].startswith(f"rank {dies} ")
-    assert sorted(run.orders[1:3]) == sorted([f"start {hangs}", f"start {dies}"])
-
-
-@pytest.mark.parametrize(("hangs", "dies"), PAIRS)
-def test_a_rank_dies_while_another_hangs(tmp_path: Path, hangs: int, dies: int) -> None:
-    """The hung rank does not notice: after the survivors' patience it is ended, and the third one
-    has the state.
-    """
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.hang, hangs)
-    run.ray.at(30.3, run.ray.die, dies)
-    assert ended_well(run())
-    assert what(run) == [(dies, "killed", "in_place", 0)]
-    assert run.reports[0]["consequences"][0].startswith(f"rank {hangs} ")
-    assert f"kill {hangs}" in run.orders
-
-
-def test_the_rank_that_is_ahead_counts(tmp_path: Path) -> None:
-    """Rank 0 had completed step 11 when rank 1 died in it: a restart repeats eleven steps, not ten."""
-    run = Run(tmp_path, recovery="restart")
-    run.ray.at(10.3, lambda: setattr(run.ray.actors[0], "phase", "log"))
-    run.ray.at(10.3, run.ray.die, 1)
-    assert ended_well(run())
-    assert what(run) == [(1, "killed", "restart", 11)]
-
-
 def test_a_rank_dies_after_another_had_finished(tmp_path: Path) -> None:
     """One rank has ended, so the others cannot form a group of three: all start again."""
     run = Run(tmp_path)
@@ -767,15 +510,6 @@ def test_all_ranks_die(tmp_path: Path) -> None:
     assert len(run.reports[0]["consequences"]) == 2
 
 
-def test_thousands_of_consequences_are_counted(tmp_path: Path) -> None:
-    run = Run(tmp_path, workers=12, recovery="restart")
-    run.ray.at(10.3, run.ray.die, 5)
-    assert ended_well(run(), world_size=12)
-    lines = run.reports[0]["consequences"]
-    assert len(lines) == MAX_CONSEQUENCES + 1
-    assert lines[-1] == "and 3 more ranks"
-
-
 # Orders to abort, where no connection closes.
 
 
@@ -795,14 +529,6 @@ def test_ranks_that_see_no_error_are_ordered_to_leave_their_group(
     assert run.reports[0]["recover_s"] < 5.0
 
 
-def test_ranks_that_leave_by_themselves_get_no_order(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.die, 1)
-    run.ray.at(20.3, run.ray.die, 2, 0.02)
-    assert ended_well(run())
-    assert run.ray.aborts == []
-
-
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 @pytest.mark.parametrize(
     "gap_s", [0.0, 0.2, 8.0], ids=["at once", "after the order", "in the next group"]
@@ -818,23 +544,6 @@ def test_two_ranks_are_cut_off(tmp_path: Path, first: int, second: int, gap_s: f
     assert [order for order in run.orders if order.startswith("run")].count(
         f"run {left} as {left}/3 attempt 1"
     ) == 0
-
-
-def test_a_late_order_does_not_break_the_next_group(tmp_path: Path) -> None:
-    """A rank gets it when it has met the others again; its number tells that it is an old one."""
-    run, late = Run(tmp_path), list[Actor]()
-    obey = run.ray.on_abort
-
-    def on_abort(actor: Actor, ref: Ref, attempt: int) -> None:
-        late.append(actor)
-        run.ray.time.after(8.0, lambda: obey(actor, ref, attempt))
-
-    run.ray.on_abort = on_abort  # type: ignore[method-assign]
-    run.ray.at(10.3, run.ray.die, 1, 0.5)
-    assert ended_well(run())
-    assert what(run) == [(1, "killed", "in_place", 0)]
-    assert sorted(run.ray.aborts) == [(0, 0), (2, 0)], "they arrived in the second group"
-    assert len(late) == 2
 
 
 def test_an_order_is_repeated_until_it_is_obeyed(tmp_path: Path) -> None:
@@ -889,18 +598,6 @@ def test_during_a_stop_no_rank_is_replaced(
     assert "save     2 rank(s) are left and hold the run's state" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("victim", range(3))
-def test_a_stop_right_after_a_death(tmp_path: Path, victim: int) -> None:
-    """The new actor has been started before the signal came; the survivors do not wait for it."""
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.die, victim)
-    run.ray.at(10.315, run.sigterm)
-    outcome = run()
-    assert ended_well(outcome, "stopped", world_size=2)
-    assert outcome["exit_code"] == 143
-    assert run.orders.count(f"start {victim}") == 1
-
-
 def test_a_stop_while_a_replacement_is_awaited(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.die, 1)
@@ -911,35 +608,6 @@ def test_a_stop_while_a_replacement_is_awaited(tmp_path: Path) -> None:
     assert run.orders[:3] == ["start 1", "stop 0", "stop 2"], (
         "at once: the new actor is not waited for"
     )
-
-
-def test_a_stop_while_a_replacement_never_comes(tmp_path: Path) -> None:
-    """The survivors hold the state: they save, instead of being ended for a restart."""
-    run = Run(tmp_path)
-    run.ray.start_s = 1000.0
-    run.ray.at(10.3, run.ray.die, 1)
-    run.ray.at(11.3, run.sigterm)
-    asked = run.ray.time.now + 11.3
-    outcome = run()
-    assert ended_well(outcome, "stopped", world_size=2)
-    assert run.ray.time.now - asked < 3.0, "not when the wait for the replacement is over"
-
-
-@pytest.mark.parametrize("victim", range(3))
-@pytest.mark.parametrize("gap_s", [-0.05, 0.05], ids=["drained, then lost", "lost, then drained"])
-def test_the_drivers_drained_node_and_a_lost_rank(
-    tmp_path: Path, victim: int, gap_s: float
-) -> None:
-    """A drain of the driver's own node is a stop with a reason, also while a lost rank's
-    replacement is awaited.
-    """
-    run = Run(tmp_path)
-    run.ray.at(10.3, run.ray.drain, run.driver, None)
-    run.ray.at(10.3 - gap_s, run.ray.die, victim)
-    outcome = run()
-    assert (outcome["exit_reason"], outcome["exit_code"]) == ("stopped", 143)
-    assert outcome["why"] == "the driver's node dddddddd is being drained"
-    assert outcome["world_size"] == 2
 
 
 # Drained nodes.
@@ -1003,16 +671,6 @@ def test_a_drained_node_that_dies_early_is_a_lost_node(tmp_path: Path) -> None:
     assert what(run) == [(1, "node_lost", "in_place", 0)]
 
 
-def test_a_spare_takes_a_drained_ranks_slot_unless_its_own_node_is_drained(tmp_path: Path) -> None:
-    for slot, order in ((1, "spare takes 1"), (0, "start 0")):
-        run = Run(tmp_path / str(slot), spares=1)
-        run.ray.room = 1
-        run.ray.at(10.3, run.ray.drain, run.driver, slot)
-        assert ended_well(run())
-        assert order in run.orders
-        assert what(run)[0][1:] == ("drained", "spare" if slot else "in_place", 0)
-
-
 def test_with_shrink_the_others_train_until_a_drained_ranks_node_is_replaced(
     tmp_path: Path,
 ) -> None:
@@ -1047,52 +705,6 @@ def test_where_no_rank_can_go_on_from_memory_all_save_and_start_again(
         0,
     )
     assert run.ray.saved > 10
-
-
-@pytest.mark.parametrize(("recovery", "repeated"), [("in_place", 0), ("restart", 10)])
-def test_a_rank_is_lost_while_all_save_before_their_nodes_are_gone(
-    tmp_path: Path, recovery: str, repeated: int
-) -> None:
-    """Where the others outlive it they still save; in either case all start again."""
-    run = Run(tmp_path, recovery=recovery)
-    run.ray.room = 3
-    for slot in range(3):
-        run.ray.at(10.3, run.ray.drain, run.driver, slot)
-    run.ray.at(10.8, run.ray.die, 1)  # the driver looks four times a second
-    assert ended_well(run())
-    assert [report[:3] for report in what(run)] == [
-        (0, "drained", "restart"),
-        (1, "killed", "restart"),
-    ]
-    assert what(run)[-1][3] == repeated
-
-
-def test_the_actors_of_a_restart_wait_for_the_node_that_replaces_a_drained_one(
-    tmp_path: Path,
-) -> None:
-    run = Run(tmp_path, recovery="restart")
-    run.ray.at(10.3, run.ray.drain, run.driver, 1, 30.0)
-    assert ended_well(run())
-    assert [order for order in run.orders if not order.startswith("kill")][-6:] == RESTART
-    assert run.ray.time.now - run.ray.time.began > 40.0 + RUN_S
-
-
-@pytest.mark.parametrize("victim", range(3))
-@pytest.mark.parametrize(
-    "gap_s", [-0.05, 0.05, 1.3], ids=["lost, then drained", "drained, then lost", "all wait"]
-)
-def test_a_drained_node_and_a_lost_rank(tmp_path: Path, victim: int, gap_s: float) -> None:
-    """Both are replaced; no step is repeated while one rank holds the state."""
-    run = Run(tmp_path)
-    run.ray.room = 3
-    run.ray.at(10.3, run.ray.drain, run.driver, 2)
-    run.ray.at(10.3 + gap_s, run.ray.die, victim)
-    assert ended_well(run())
-    assert run.reports[-1]["steps_repeated"] == 0
-    assert {report["steps_repeated"] for report in run.reports} <= {0, None}, (
-        "None: not overcome before the second"
-    )
-    assert run.ray.actors[2].facts["node"] != node_id(2)
 
 
 def test_a_stop_outranks_a_drain(tmp_path: Path) -> None:
@@ -1162,29 +774,6 @@ def test_whole_replicas_shrink_and_grow(tmp_path: Path, capsys: pytest.CaptureFi
     assert "grow     2 -> 4 ranks; no step is repeated" in output
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 3), (3, 0), (1, 3), (3, 1), (5, 2), (2, 1)])
-@pytest.mark.parametrize("mode", ["ddp", "zero1"])
-def test_two_losses_shrink_by_a_replica_each(
-    tmp_path: Path, mode: str, first: int, second: int
-) -> None:
-    """dp 3 x tp 2, and no process can be started: 6, 4 and 2 ranks. Ranks of either part, in either
-    order.
-    """
-    run = Run(tmp_path, 6, **REPLICAS, dp_mode=mode)
-    run.ray.at(0.0, lambda: setattr(run.ray, "start_s", 1000.0))
-    run.ray.at(10.3, run.ray.die, first)
-    run.ray.at(14.3, run.ray.die, second)
-    assert ended_well(run(), world_size=2)
-    assert run.causes == [(first, "killed"), (second, "killed")]
-    assert {(report["recovery"], report["steps_repeated"]) for report in run.reports} == {
-        ("shrink", 0)
-    }
-    assert [order.split()[3] for order in run.orders if order.startswith("go_on")] == [
-        *("0/4", "1/4", "2/4", "3/4"),
-        *("0/2", "1/2"),
-    ]
-
-
 def test_the_last_replica_is_not_divided(tmp_path: Path) -> None:
     """When one of its ranks is lost, too, its part is gone, and all start again from the newest
     checkpoint.
@@ -1196,29 +785,6 @@ def test_the_last_replica_is_not_divided(tmp_path: Path) -> None:
     assert [report["recovery"] for report in run.reports] == ["shrink", "restart"]
     assert run.reports[1]["consequences"] == [
         "shares of the state are lost with all that held them: rank 3"
-    ]
-
-
-def test_a_newcomer_that_dies_after_the_others_were_paused_is_the_cause(tmp_path: Path) -> None:
-    """Its own death is named, not a group that broke by itself; and it is replaced."""
-    run = Run(tmp_path, recovery="shrink", replace_timeout=0)
-    run.ray.at(10.3, run.ray.die, 1)
-    run.ray.reactions["pause 2"] = lambda: run.ray.die(1, None)
-    assert ended_well(run(), world_size=3)
-    assert run.causes == [(1, "killed"), (1, "killed")]
-    assert [report["steps_repeated"] for report in run.reports] == [0, 0]
-
-
-def test_a_pause_that_leads_to_no_larger_group_is_no_failure(tmp_path: Path) -> None:
-    """The ranks left their group by order, and the reason for it is gone: they meet again as they
-    are.
-    """
-    run = Run(tmp_path, recovery="shrink")
-    run.ray.at(10.3, lambda: run.driver.at.group and run.driver.at.group.pause())
-    assert ended_well(run())
-    assert run.causes == []
-    assert [order for order in run.orders if order.startswith("go_on")] == [
-        f"go_on {slot} as {slot}/3 attempt 1" for slot in range(3)
     ]
 
 
@@ -1242,18 +808,6 @@ def test_ranks_that_run_out_of_memory_meet_again_as_they_are(
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_a_rank_dies_while_the_group_is_smaller(tmp_path: Path, first: int, second: int) -> None:
-    run = Run(tmp_path, recovery="shrink", replace_timeout=0)
-    run.ray.at(10.3, run.ray.die, first)
-    run.ray.at(11.3, run.ray.die, second)
-    assert ended_well(run())
-    left = ({0, 1, 2} - {first, second}).pop()
-    assert f"go_on {left} as 0/1 attempt 2" in run.orders
-    assert run.causes == [(first, "killed"), (second, "killed")]
-    assert {report["recovery"] for report in run.reports} == {"shrink"}
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_spare_takes_the_first_slot_and_a_new_actor_the_second(
     tmp_path: Path, first: int, second: int
 ) -> None:
@@ -1264,23 +818,6 @@ def test_a_spare_takes_the_first_slot_and_a_new_actor_the_second(
     assert f"spare takes {first}" in run.orders
     assert f"start {second}" in run.orders
     assert what(run) == [(first, "killed", "in_place", 0)], "not all who joined were spares"
-
-
-def test_a_spare_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(tmp_path, spares=1)
-    run.ray.at(10.3, run.ray.die, 1)
-    assert ended_well(run())
-    assert what(run) == [(1, "killed", "spare", 0)]
-    assert ", a spare) joins in" in capsys.readouterr().out
-
-
-def test_a_spare_that_has_taken_a_slot_over_stays_there(tmp_path: Path) -> None:
-    """It is on node 0, and the slot's own node stands empty: nothing more is started for it."""
-    run = Run(tmp_path, spares=1, max_failures=1)
-    run.ray.at(10.3, run.ray.die, 1)
-    assert ended_well(run())
-    assert "start 1" not in run.orders
-    assert not any(order.startswith("pause") for order in run.orders)
 
 
 def test_an_exception_at_the_same_place_twice_is_deterministic(tmp_path: Path) -> None:
@@ -1322,28 +859,6 @@ def test_a_rank_that_waits_does_not_hang(tmp_path: Path) -> None:
     assert run.ray.thrown_away == []
 
 
-@pytest.mark.parametrize("event", ["hang", "group broke"])
-def test_waiting_ranks_without_a_failure(tmp_path: Path, event: str) -> None:
-    """Some ranks leave their group: one that does not follow is ended; if all do, they meet again
-    as they are.
-    """
-    run = Run(tmp_path, hang_timeout=0)
-    if event == "hang":
-        run.ray.at(10.3, run.ray.hang, 1)
-    for slot in (0, 2) if event == "hang" else (0, 1, 2):
-        run.ray.at(10.4, lambda slot=slot: run.ray.lose_peer(run.ray.actors[slot]))
-    assert ended_well(run())
-    if event == "hang":
-        assert run.causes == [(1, "hung")]
-        assert "did not leave the group that broke" in run.reports[0]["title"]
-        assert run.ray.ended_for_certain == [1001]
-    else:
-        assert run.causes == [(0, "peer_lost")]
-        assert "though no rank was lost" in run.reports[0]["title"]
-        assert run.orders == [f"go_on {slot} as {slot}/3 attempt 1" for slot in range(3)]
-    assert run.reports[0]["recovery"] == "in_place"
-
-
 def test_a_fault_after_the_last_checkpoint_changes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path)
     outcome = {"ok": True, "exit_reason": "finished", "world_size": 3}
@@ -1361,28 +876,6 @@ def test_actors_that_do_not_start(tmp_path: Path) -> None:
         PlacementError, match="the actors did not start within 90 s; look at `ray logs`"
     ):
         run()
-
-
-def test_a_rank_0_that_the_kernel_ends_in_its_imports_is_named(tmp_path: Path) -> None:
-    """It dies before it has opened the store, and leaves a record of its end."""
-    run = Run(tmp_path)
-    opens = run.ray.on_open_store
-
-    def die(actor: Actor, ref: Ref, *_: Any) -> None:
-        run.ray.on_open_store = opens  # type: ignore[method-assign]
-        record = {"pid": actor.pid, "signal": "SIGKILL", "oom": True}
-        exit_record.write(run.spec.progress(0), record)
-        error = ActorDiedError()
-        error.actor_id = actor.facts["actor"]
-        actor.fail_pending(error)
-
-    run.ray.on_open_store = die  # type: ignore[method-assign]
-    assert ended_well(run())
-    assert what(run) == [(0, "out_of_memory", "restart", 0)]
-    assert run.reports[0]["title"] == (
-        "rank 0 (pid 1000, node 10.0.0.0) died in init of step 0: killed by the kernel, which was "
-        "out of memory"
-    )
 
 
 @pytest.mark.parametrize("tries", [1, 2, 9])

@@ -25,7 +25,7 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.recovery.script import PackedScript
-from nanoray.launch.recovery.worker import DRIVER_SILENT_S, ORPHAN_CODE, LostPeer, Worker
+from nanoray.launch.recovery.worker import LostPeer, Worker
 from nanoray.parallel.mesh import _MEETINGS
 from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.parallel.wire import SealedStore
@@ -226,18 +226,6 @@ def test_without_the_runs_folder_a_rank_is_refused_before_its_script_runs(spec: 
     assert "does not see the run's folder" in found["message"]
 
 
-def test_a_log_that_cannot_be_opened_ends_no_rank(
-    spec: RunSpec, caplog: pytest.LogCaptureFixture
-) -> None:
-    rank = worker(lambda *_: {"step": 30})
-    rank._captures = True
-    (spec.folder / "run.json").touch()
-    spec.log(1).mkdir(parents=True)
-    assert rank.run(spec.to_dict(), R) == {"ok": True, "step": 30}
-    (record,) = caplog.records
-    assert record.getMessage().startswith("what rank 1 prints is not kept: [Errno 21]")
-
-
 def test_an_outcome_is_returned_and_messages_wait_for_a_poll(spec: RunSpec) -> None:
     def train(run: RunSpec, r: Rendezvous, observers: list[Any], *_: Any) -> dict[str, Any]:
         observers[0].on_note("first")
@@ -372,38 +360,6 @@ def test_of_the_ranks_that_wait_for_a_driver_that_is_gone_one_saves(
     assert (waits[2][1]["attempt"], waits[2][1]["order"]) == (1, Order.GO_ON)
 
 
-@pytest.mark.parametrize("driver_calls", [False, True])
-def test_a_rank_stopped_by_another_orphan_ends_too(
-    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, driver_calls: bool
-) -> None:
-    """Its own patience ends a second after that of the rank which stopped the run; then nobody
-    would end it.
-    """
-    monkeypatch.setattr("nanoray.launch.recovery.worker.DRIVER_SILENT_S", 20.0)
-    exits: list[int] = []
-
-    def leave(code: int) -> None:
-        exits.append(code)
-        raise SystemExit  # the process would be gone
-
-    monkeypatch.setattr(os, "_exit", leave)
-
-    def train(*_: Any) -> dict[str, Any]:
-        one._silence.note_call(next_within_s=-12.0 if driver_calls else -19.5)
-        if driver_calls:
-            threading.Timer(0.1, lambda: one.heartbeat(0.0, False, None)).start()
-        return {"exit_reason": "stopped"}
-
-    one = worker(train)
-    if driver_calls:
-        assert one.run(spec.to_dict(), R) == {"ok": True, "exit_reason": "stopped"}
-    else:
-        with pytest.raises(SystemExit):
-            one.run(spec.to_dict(), R)
-    # A driver that was frozen, and not gone, finds the code in the exit record.
-    assert exits == ([] if driver_calls else [ORPHAN_CODE])
-
-
 FROZEN = """
 import time
 from nanoray.launch.recovery import silence
@@ -499,34 +455,6 @@ def test_a_rank_that_is_killed_in_its_imports_leaves_a_record(spec: RunSpec) -> 
     assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
     assert no_watchers_left(spec.progress(0))
     assert exit_record.read(spec.progress(0))["signal"] == "SIGKILL"
-
-
-def test_a_rank_that_trains_does_not_wait_for_a_silent_driver(spec: RunSpec) -> None:
-    def train(run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, *_: Any) -> dict[str, Any]:
-        orders = []
-        for silent_s in (DRIVER_SILENT_S - 1, DRIVER_SILENT_S + 1):
-            rank._silence.note_call(next_within_s=-silent_s)
-            orders.append(wanted())
-        rank._silence.note_call()
-        return {"orders": orders}
-
-    rank = worker(train)
-    assert rank.run(spec.to_dict(), R)["orders"] == [Order.GO_ON, Order.STOP]
-
-
-def test_a_rank_that_may_not_rejoin_is_not_asked_to(spec: RunSpec) -> None:
-    """With --recovery restart `train` gets no way to rejoin."""
-    seen = []
-
-    def train(*given: Any) -> dict[str, Any]:
-        seen.append(given[-1])
-        return {}
-
-    restart = make_spec(spec.folder / "restart", workers=2, recovery="restart")
-    worker(train).run(spec.to_dict(), R)
-    worker(train).run(restart.to_dict(), R)
-    assert callable(seen[0])
-    assert seen[1] is None
 
 
 # Heartbeats.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.recovery.actors import SPARES_LOOK_S, ActorPool
-from nanoray.launch.recovery.fault_log import LOG_LINES
-from nanoray.launch.recovery.rank_end import EXIT_RECORD_S, end_hung, read_result
+from nanoray.launch.recovery.rank_end import end_hung, read_result
 from nanoray.launch.recovery.situation import Why
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.parallel.rendezvous import BackendChoice
-from tests.harness.scripted_ray import HEAD_NODE, Actor, Ref, Run, node_id
+from tests.harness.scripted_ray import Actor, Ref, Run, node_id
 
 
 def started(folder: Path, workers: int = 3, **config: Any) -> tuple[Run, WorkerGroup]:
@@ -264,25 +262,6 @@ def look_at_spares(run: Run, group: WorkerGroup) -> None:
         group.pool.add_spares(1)
 
 
-def test_after_three_spares_that_died_there_are_no_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As where each is ended for want of memory: each on another node, while there are others."""
-    run = Run(tmp_path, spares=1)
-    run.ray.failing_starts[-1] = 9
-    group = run.group
-    group.create()
-    group.begin()
-    look_at_spares(run, group)
-    spares = [actor.home for actor in run.ray.created if actor.slot is None]
-    assert spares == [node_id(0), node_id(1), node_id(2)]
-    assert group.pool.spares == []
-    assert capsys.readouterr().out == (
-        "spare    3 could not start, and no more are started: The actor died unexpectedly before "
-        "finishing this task.\n"
-    )
-
-
 def test_a_node_without_the_memory_of_a_rank_gets_no_spare(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,80 +274,6 @@ def test_a_node_without_the_memory_of_a_rank_gets_no_spare(
         f"spare    3 could not start, and no more are started: node {node_id(2)[:8]} has 299 MiB "
         "free, and a rank takes 300\n"
     )
-
-
-def test_a_spare_on_another_node_has_not_the_device_of_the_slot(tmp_path: Path) -> None:
-    run, group = started(tmp_path, spares=1)
-    group.pool.place = replace(run.place, kind="cuda", bundle={"GPU": 1.0, "CPU": 1.0})
-    run.ray.time.sleep(5.0)
-    group.pool.fill(2)
-    assert run.ray.orders[-1] == "start 2"
-    group.pool.fill(0)
-    assert run.ray.orders[-1] == "spare takes 0"
-
-
-def test_spares_are_where_ranks_are_and_not_on_the_head(tmp_path: Path) -> None:
-    """Ray places what asks for nothing anywhere. The head has most room, and no rank."""
-    run, group = started(tmp_path, spares=4)
-    spares = [actor.home for actor in run.ray.created if actor.slot is None]
-    assert spares == [node_id(0), node_id(1), node_id(2), node_id(0)]
-    assert [spare.node for spare in group.pool.spares] == spares
-
-
-def test_a_spare_may_be_on_the_head_if_a_rank_is(tmp_path: Path) -> None:
-    run, group = started(tmp_path, spares=2)
-    group.pool.spares.clear()
-    group.facts[2]["node"] = HEAD_NODE
-    run.ray.lost_nodes.add(node_id(2))
-    run.ray.time.sleep(SPARES_LOOK_S)
-    group.add_spares()
-    assert group.pool.spares[0].node == HEAD_NODE, "of its eight CPUs one is taken"
-
-
-@pytest.mark.parametrize("drained", [False, True])
-def test_a_spare_whose_node_goes_is_started_on_another_one(tmp_path: Path, drained: bool) -> None:
-    """On a drained node it would keep the node busy until its end."""
-    run, group = started(tmp_path, spares=1)
-    cluster = SimpleNamespace(draining={}, head_answers=lambda: True)
-    group.pool.cluster = cluster  # type: ignore[assignment]
-    run.ray.time.sleep(5.0)
-    (former,) = [actor for actor in run.ray.created if actor.slot is None]
-    if drained:
-        cluster.draining[former.home] = 0
-    else:
-        run.ray.lost_nodes.add(former.home)
-    group.add_spares()
-    assert run.ray.orders[-2:] == ["kill spare", "start spare"]
-    assert [spare.node for spare in group.pool.spares] == [node_id(1)]
-
-    # Where every node is drained there is nowhere to start one.
-    cluster.draining |= {node_id(slot): 0 for slot in range(3)}
-    run.ray.time.sleep(SPARES_LOOK_S)
-    group.add_spares()
-    assert (run.ray.orders[-1], group.pool.spares) == ("kill spare", [])
-
-
-def test_a_spare_that_could_not_start_is_started_anew_without_a_lost_rank(tmp_path: Path) -> None:
-    """Its node may have gone while Ray placed it: a hard affinity is an error then."""
-    run = Run(tmp_path, spares=1)
-    run.ray.failing_starts[-1] = 1
-    group = run.group
-    group.create()
-    group.begin()
-    run.ray.time.sleep(5.0)
-    group.add_spares()
-    assert run.ray.orders.count("start spare") == 2
-
-
-def test_the_nodes_of_spares_are_not_looked_at_with_each_heartbeat(tmp_path: Path) -> None:
-    run, group = started(tmp_path, spares=1)
-    asked: list[float] = []
-    nodes = run.ray.nodes
-    run.ray.nodes = lambda: (asked.append(run.ray.time.now), nodes())[1]  # type: ignore[method-assign]
-    for _ in range(100):
-        group.add_spares()
-        run.ray.time.sleep(0.1)
-    assert len(asked) == pytest.approx(10.0 / SPARES_LOOK_S, abs=1)
 
 
 # Events.
@@ -384,21 +289,6 @@ def test_events_of_one_moment_come_together(tmp_path: Path) -> None:
     found = list(group.events(0.25))
     assert [(kind, slot) for kind, slot, _ in found] == [("ended", 0), ("ended", 1), ("ended", 2)]
     assert group.runs == group.heartbeats == {}, "the heartbeat of a dead rank is no event"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "hang_timeout", "seconds"),
-    [(2, 60.0, 1.0), (500, 60.0, 1.0), (4000, 60.0, 8.0), (4000, 8.0, 2.0)],
-)
-def test_many_ranks_answer_less_often(
-    tmp_path: Path, ranks: int, hang_timeout: float, seconds: float
-) -> None:
-    group = Run(tmp_path, hang_timeout=hang_timeout).group
-    group.members = list(range(ranks))
-    assert group.heartbeat_s == seconds
-    off = Run(tmp_path / "off", hang_timeout=0.0).group
-    off.members = group.members
-    assert off.heartbeat_s == max(1.0, ranks / 500), "without a watchdog there is no deadline"
 
 
 # How a rank ended.
@@ -445,24 +335,6 @@ def test_how_a_process_died(
     assert failure
     assert (failure.cause, failure.signature) == (cause, how)
     assert failure.title == f"rank 1 (pid 1001, node 10.0.0.1) died in optimizer of step 7: {how}"
-
-
-def test_exit_records_are_awaited_together(tmp_path: Path) -> None:
-    """Where nodes share no folder there are none, and thousands of ranks may die at once."""
-    run, group = started(tmp_path, 12)
-    group.event_at = began = run.ray.time.now
-    for slot in group.members:
-        assert read_result(group, dead(ActorDiedError()), slot)[1]
-    assert EXIT_RECORD_S <= run.ray.time.now - began < 2 * EXIT_RECORD_S
-
-
-def test_the_end_of_a_long_log(tmp_path: Path) -> None:
-    run, group = started(tmp_path)
-    run.spec.log(1).write_text("".join(f"line {i}\n" for i in range(100_000)))
-    _, failure = read_result(group, dead(ActorDiedError()), 1)
-    assert failure
-    lines = [f"line {i}" for i in range(100_000 - LOG_LINES, 100_000)]
-    assert failure.detail.splitlines() == ["end of its log:", *lines]
 
 
 @pytest.mark.parametrize(
