@@ -21,7 +21,6 @@ from nanoray.models.gpt import ModelShape
 from nanoray.observe.trace.recorder import (
     Clock,
     Collective,
-    CommRecorder,
     account,
     measure_offsets,
     queue_starts,
@@ -63,14 +62,6 @@ def test_a_queue_of_two_lanes_runs_two_at_a_time() -> None:
     assert queue_starts([0, 1, 2, 3], [5, 4, 8, 9], lanes=2) == [0, 1, 4, 5]
 
 
-def test_what_nothing_hides_is_exposed() -> None:
-    """Two buckets; the last is ready at 6, when backward ends, and done at 9. The loss is fetched
-    from 11 to 12.
-    """
-    cost = account([bucket(1, 1, 4), bucket(6, 6, 9, last=True), call(11, 12)])
-    assert (cost.busy, cost.exposed, cost.hidden) == (3 + 3 + 1, 3 + 1, 3)
-
-
 times = st.floats(0, 100, allow_nan=False)
 
 
@@ -90,14 +81,6 @@ def test_busy_is_exposed_plus_hidden(
     assert cost.hidden >= -1e-9
     if seen:
         assert cost.busy <= max(c.end for c in seen) - min(c.enqueue for c in seen) + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("every", "steps"), [(1, [1, 2, 3]), (2, [2, 4]), (10, [6, 7, 16, 17]), (3, [2, 3, 5, 6])]
-)
-def test_windows_lie_between_logged_steps(every: int, steps: list[int]) -> None:
-    recorder = CommRecorder(Mesh(0, 2, 0, torch.device("cpu"), "gloo", ""), every)
-    assert [s for s in range(1, steps[-1] + 1) if recorder.is_traced(s)] == steps
 
 
 # Real ranks.
@@ -167,20 +150,6 @@ def test_an_extra_backward_draws_nothing_from_the_generators(text: Path, tmp_pat
         assert torch.equal(ours["cpu"], theirs["cpu"])
 
 
-@pytest.mark.full
-def test_tracing_changes_no_bit_with_accumulation(text: Path, tmp_path: Path) -> None:
-    specs = [
-        make_spec(text, tmp_path, dropout=0.1, micro_batch_size=2, comm_trace=trace)
-        for trace in ("off", "every=3")
-    ]
-    for spec in specs:
-        assert all("error" not in r for r in run_ranks(spec, 2))
-    assert series(specs[0]) == series(specs[1])
-    assert all(
-        sum(name == "backward" for name, _, _ in s["phases"][0]) == 3 for s in traced(specs[1])
-    )
-
-
 def test_every_byte_is_accounted_for(always: RunSpec) -> None:
     """Each step moves every gradient once, the loss (4 bytes), a vote (1); evaluation two float64."""
     steps = traced(always)
@@ -199,18 +168,6 @@ def test_every_byte_is_accounted_for(always: RunSpec) -> None:
             [24] if step["step"] % 4 == 0 else []
         )
         assert {c["ranks"] for c in found} == {3}
-
-
-def test_moments_are_in_order(always: RunSpec) -> None:
-    for step in traced(always):
-        for c in step["collectives"]:
-            for enqueue, start, end in zip(
-                c["enqueue_ms"], c["start_ms"], c["end_ms"], strict=True
-            ):
-                assert enqueue <= start <= end
-        figures = step["figures"]
-        assert figures["busy_ms"] == pytest.approx(figures["exposed_ms"] + figures["hidden_ms"])
-        assert 0 < figures["busy_ms"] < figures["step_ms"]
 
 
 def test_the_order_of_the_queue_says_when_gloo_began(always: RunSpec) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoray.observe.trace.__main__ import main
-from nanoray.observe.trace.profiles import ALL, FOLDER, KEY, merge, read_profiles
+from nanoray.observe.trace.profiles import ALL, FOLDER, KEY, merge
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 
@@ -59,25 +59,6 @@ def test_two_ranks_on_one_clock(
         }
         assert any("allreduce" in name or "all_reduce" in name for name in inside), inside
         assert "aten::mm" in inside
-
-
-@pytest.mark.full
-def test_profiled_steps_may_be_traced(text: Path, tmp_path: Path) -> None:
-    spec = make_spec(text, tmp_path, **RECIPE, profile="3:5", comm_trace="always")
-    first, _ = run_ranks(spec, 2)
-    assert first["comm"]["traced_steps"] == RECIPE["max_steps"]
-    assert [profile[KEY]["steps"] for profile in read_profiles(spec.folder)] == [[3, 4]] * 2
-
-
-@pytest.mark.full
-def test_a_run_that_ends_within_its_profile_keeps_what_it_has(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = make_spec(text, tmp_path, **RECIPE, profile="2:6", eval_every=3, target_loss=100.0)
-    (outcome,) = run_ranks(spec, 1)
-    assert outcome["step"] == 3
-    assert main([str(spec.folder), "--profile"]) == 0
-    assert "1 rank(s), steps 2 to 3" in capsys.readouterr().out
 
 
 def profile(rank: int, base_ns: int, ahead_s: float, ts: float) -> dict[str, Any]:

@@ -4,9 +4,7 @@ they first do.
 
 from __future__ import annotations
 
-import io
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +15,10 @@ import torch
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.tensorfile import read_file, tensors_in
-from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
 from nanoray.lab.replay import bisect
 from nanoray.lab.replay.__main__ import main as replay
-from nanoray.lab.replay.again import QUIETLY, doubts, reenact
+from nanoray.lab.replay.again import reenact
 from nanoray.lab.replay.past import read_past, tensors_apart
 from nanoray.lab.replay.player import InTurn
 from nanoray.train.guard.certificate import read
@@ -190,61 +187,6 @@ def sha(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_pdb_stops_in_the_forward(
-    pair: RunSpec, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("args\nc\n"))
-    out = said(capsys, replay([str(pair.folder), "--step", "4", "--rank", "1", "--pdb"]), 0)
-    assert re.search(r"gpt\.py\(\d+\)forward\(\)", out)
-    assert "equal    to the bit" in out
-    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
-    assert "left the debugger" in said(
-        capsys, replay([str(pair.folder), "--step", "4", "--pdb"]), 1
-    )
-
-
-def test_a_re_enactment_leaves_out_only_what_there_is() -> None:
-    """A key that no run has would leave on what it was to turn off; and processes read their
-    configuration anew.
-    """
-    assert QUIETLY.keys() <= Config.model_fields.keys()
-    given = {
-        "global_batch_size": 12,
-        "target_loss": 1.5,
-        "profile": "50:53",
-        "precision_stats": "every=5",
-    }
-    quiet = make_config(given).model_copy(update=QUIETLY | {"stop_at": 10})
-    again = make_config(quiet.model_dump(mode="json"))
-    assert (again.stats_every, again.profiled) == (0, range(0))
-
-
-def test_other_kernels_than_those_of_the_run_are_named(
-    pair: RunSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    past = read_past(pair.folder)
-    assert doubts(past, range(5, 6), processes=False) == []
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    (doubt,) = doubts(past, range(5, 6), processes=False)
-    assert re.fullmatch(
-        r"the run had kernels ((?!MKL_CBWR).)+, here is .*MKL_CBWR=COMPATIBLE", doubt
-    )
-
-
-@pytest.mark.full
-def test_three_ranks_of_ddp_need_as_many_processes(
-    made: Made, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = made(3)
-    out = said(capsys, replay([str(spec.folder), "--step", "5"]), 0)
-    assert "equal bits are not promised: 3 ranks of dp_mode ddp" in out
-    assert "within   the limits" in out
-    out = said(capsys, replay([str(spec.folder), "--step", "6", "--processes"]), 0)
-    assert "in 3 local ranks" in out
-    assert "tensors with the checkpoint of step 6" in out
-    assert "equal    to the bit" in out
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "settings", "cut"),
@@ -269,34 +211,6 @@ def test_processes_do_the_steps_of_a_model_that_is_cut(
     assert "equal    to the bit" in said(
         capsys, replay([str(spec.folder), "--step", "6", "--processes"]), 0
     )
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--step", "9"], "has done steps 1 to 8; give one of them"),
-        (["--step", "5", "--rank", "2"], "--rank 2: the run had ranks 0 to 1 in that step"),
-        (
-            ["--step", "5", "--rank", "1", "--processes"],
-            "look into one process that plays all ranks; drop --proce",
-        ),
-        (["--step", "5", "--keep", "."], "is not empty; give another folder"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(
-    pair: RunSpec, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in said(capsys, replay([str(pair.folder), *flags]), 2)
-
-
-def test_folders_without_hashes_are_refused(
-    pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "is no run: it has no run.json" in said(
-        capsys, replay([str(tmp_path), "--step", "1"]), 2
-    )
-    (tmp_path / "run.json").write_text((pair.folder / "run.json").read_text())
-    assert "has no hashes.jsonl" in said(capsys, replay([str(tmp_path), "--step", "1"]), 2)
 
 
 @pytest.mark.parametrize(
@@ -376,52 +290,3 @@ def test_a_bit_in_a_checkpoint_is_named(
     assert tensors_apart(
         run / "checkpoints" / "step_00000003", pair.checkpoints / "step_00000003"
     ) == ([], 61)
-
-
-def test_a_fork_that_was_resumed_knows_where_it_began(
-    pair: RunSpec, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its run.json names its own folder by then, which is no checkpoint."""
-    base = shutil.copytree(pair.folder, tmp_path / "base")
-    settings: dict[str, Any] = {
-        **RECIPE,
-        "grad_accum_steps": 2,
-        "checkpoint_every": 0,
-        "name": "fork",
-    }
-    folder = base / "checkpoints" / "step_00000003"
-    for last in (5, 6):
-        fork = make_spec(
-            text, tmp_path / "runs", **settings, max_steps=8, stop_at=last, resume=str(folder)
-        )
-        assert all("error" not in outcome for outcome in run_ranks(fork, 2))
-        folder = fork.folder
-    assert fork.resume == str(fork.folder)
-    assert "step 4 of" in said(capsys, replay([str(folder), "--step", "4"]), 0)
-    assert "has done steps 4 to 6; give one of them" in said(
-        capsys, replay([str(folder), "--step", "3"]), 2
-    )
-    assert "again    steps 4 to 5" in said(capsys, bisect.main([str(folder)]), 0)
-    base.rename(tmp_path / "moved")
-    out = said(capsys, replay([str(folder), "--step", "4"]), 2)
-    assert (
-        "is of step 5, and that of step 3, from which it began, is gone or not known; give a later "
-        "step" in out
-    )
-    assert "again    steps 6 to 6" in said(capsys, bisect.main([str(folder)]), 0)
-
-
-def test_a_resume_makes_later_lines_void(tmp_path: Path) -> None:
-    lines = [
-        {"group": 0, "ranks": 2},
-        {"step": 2},
-        {"step": 4},
-        {"group": 3, "ranks": 3},
-        {"step": 4, "new": 1},
-    ]
-    (tmp_path / "hashes.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "to'
-    )
-    found = read(tmp_path)
-    assert [group["group"] for group in found.groups] == [0, 3]
-    assert found.states == {2: {"step": 2}, 4: {"step": 4, "new": 1}}

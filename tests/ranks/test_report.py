@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.__main__ import main as command
 from nanoray.observe.report.__main__ import main
-from nanoray.observe.report.charts import POINTS, running_mean, thinned
 from nanoray.observe.trace.accounts import accounts_of
 from tests.harness.commands import run, torchrun
 
@@ -85,32 +83,6 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
         assert told in page.text
 
 
-@pytest.mark.full
-def test_a_run_from_its_own_folder(
-    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It has its name there, too; and only what was set differs from the defaults."""
-    monkeypatch.chdir(runs["two"])
-    for words in (["faults", "."], ["report", "ledger", "."], ["report", "."]):
-        assert command(words) == 0
-    assert re.findall(r"^run +([^\s:]+)", capsys.readouterr().out, re.M) == [runs["two"].name] * 2
-    page = Page(Path("report.html")).html
-    assert re.search(rf"<title>[^<]*{runs['two'].name}", page)
-    differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page)
-    assert {"name", "max_steps", "comm_trace"} < set(differing)
-    assert "kube" not in differing
-
-
-@pytest.mark.full
-def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "compare.html"
-    assert command(["report", "compare", *map(str, runs.values()), "--output", str(path)]) == 0
-    page = Page(path)
-    differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page.html)
-    assert set(differing) == {"name", "max_steps", "lr", "comm_trace", "checkpoint_every"}
-    assert all(folder.name in page.text for folder in runs.values())
-
-
 def test_a_killed_run_and_a_hostile_one_have_a_page(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs["two"], folder)
@@ -132,13 +104,6 @@ def test_a_killed_run_and_a_hostile_one_have_a_page(runs: dict[str, Path], tmp_p
     assert all(reference.startswith(("#", "data:")) for reference in page.references)
 
 
-def test_no_run_is_refused_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "is not the folder of a run (no run.json)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_the_ledger_of_a_real_run_adds_up(runs: dict[str, Path], name: str) -> None:
     """Each second from the command to its end, on each rank; the ranks' clock is the one of the
@@ -155,31 +120,6 @@ def test_the_ledger_of_a_real_run_adds_up(runs: dict[str, Path], name: str) -> N
     assert found.seconds["recovery"] == found.seconds["repeated"] == 0
     assert found.traced == (name == "two")
     assert (found.seconds["exposed communication"] > 0) == found.traced
-
-
-def test_a_thinned_curve_keeps_its_peaks() -> None:
-    steps = list(range(10_000))
-    values = [1.0] * len(steps)
-    values[1234], values[8765] = 9.0, -9.0
-    some, kept = thinned(steps, values)
-    assert len(some) <= POINTS
-    assert (dict(zip(some, kept, strict=True))[1234], dict(zip(some, kept, strict=True))[8765]) == (
-        9.0,
-        -9.0,
-    )
-    assert some == sorted(some)
-    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
-
-
-def test_a_running_mean_begins_and_ends_on_the_data() -> None:
-    """It neither lags behind a loss that falls nor leaves its range."""
-    falling = [4.0 - 0.05 * step for step in range(60)]
-    assert running_mean(falling) == pytest.approx(falling)
-    noisy = [value + 0.2 * (-1) ** step for step, value in enumerate(falling)]
-    smooth = running_mean(noisy)
-    assert (smooth[0], smooth[-1]) == pytest.approx((noisy[0], noisy[-1]))
-    assert max(abs(a - b) for a, b in zip(smooth[3:-3], falling[3:-3], strict=True)) < 0.05
-    assert running_mean([1.0]) == [1.0]
 
 
 @pytest.mark.full

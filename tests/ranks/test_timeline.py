@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.observe.trace.__main__ import main, read_steps
 from nanoray.observe.trace.log import LATE_TIMES, CommLog, Totals, merge
 from nanoray.observe.trace.recorder import ClockOffset, CommRecorder
-from nanoray.observe.trace.timeline import chrome_trace, draw, newest_window
+from nanoray.observe.trace.timeline import chrome_trace
 from nanoray.observe.watch.tracing import Tracing
 from nanoray.parallel.mesh import Mesh
 from nanoray.train.report import comm_lines
@@ -93,17 +92,6 @@ def test_a_step_worked_out_by_hand() -> None:
     assert figures["late_ms"] == pytest.approx(4)  # own work: 10 + 2 + 2 against 10 + 6 + 2
 
 
-def test_pauses_are_no_part_of_a_step() -> None:
-    ours = notes(0.0, 12.0)
-    ours["phases"].append(["eval", 100.024, 100.124])
-    ours["collectives"].append(
-        ours["collectives"][1] | {"what": "eval", "phase": "eval", "end": 100.1}
-    )
-    figures = merge([ours, ours], [ClockOffset(0, 0)] * 2)["figures"]
-    assert figures["step_ms"] == pytest.approx(24)
-    assert figures["exposed_ms"] == pytest.approx(9)
-
-
 def test_means_of_steps() -> None:
     steps = [
         merge([notes(0.0, r), notes(0.0, 16.0)], [ClockOffset(0, 0)] * 2)["figures"]
@@ -117,33 +105,6 @@ def test_means_of_steps() -> None:
     assert mean["late_rank"] == 1
     assert "ab_ms" not in mean
     assert mean["busbw_gbps"] == pytest.approx(3 * 3e6 / (0.004 + 0.004 + 0.002) / 1e9)
-
-
-def test_a_link_that_two_buckets_share_was_busy_once() -> None:
-    """Two buckets of 3 MB at the same time, 8 ms both: 6 MB in 8 ms."""
-    ours = notes(0.0, 12.0)
-    ours["collectives"].insert(0, ours["collectives"][0] | {"bucket": 1, "last": False})
-    total = Totals()
-    total.add(merge([ours, ours], [ClockOffset(0, 0)] * 2)["figures"])
-    assert total.means()["busbw_gbps"] == pytest.approx(6e6 / 0.008 / 1e9)
-
-
-def test_a_call_before_the_first_phase_is_drawn(tmp_path: Path) -> None:
-    ours = notes(0.0, 12.0)
-    ours["collectives"].append(
-        ours["collectives"][1] | {"what": "vote", "enqueue": 99.99, "start": 99.99, "end": 99.995}
-    )
-    step = merge([ours, ours], [ClockOffset(0, 0)] * 2)
-    assert [e["ts"] for e in chrome_trace([step])["traceEvents"] if e["name"] == "vote"] == [
-        pytest.approx(-10_000)
-    ] * 2
-    draw([step], tmp_path / "t.svg")
-
-
-def test_a_picture_of_many_ranks_shows_the_first(tmp_path: Path) -> None:
-    step = merge([notes(0.0, 12.0)] * 40, [ClockOffset(0, 0)] * 40)
-    draw([step], tmp_path / "t.svg")
-    assert "the first 16 of 40 ranks" in (tmp_path / "t.svg").read_text()
 
 
 def one_late(late: bool, step: int) -> list[list[dict[str, Any]]]:
@@ -172,53 +133,6 @@ def test_equal_ranks_have_no_straggler(tmp_path: Path) -> None:
     for step in range(1, 31):
         assert log.add(one_late(False, step), [ClockOffset(0, 0)] * 2, {})[1] == []
     assert log.finish([ClockOffset(0, 0)] * 2)["straggler"] is None
-
-
-def test_what_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
-    """A full disk: /dev/full takes no byte."""
-    log, said = CommLog(tmp_path, 0, 0), list[str]()
-    log._file.close()
-    log._file = open("/dev/full", "a")  # noqa: SIM115
-    for step in (1, 2):
-        said += log.add(one_late(False, step), [ClockOffset(0, 0)] * 2, {})[1]
-    assert len(said) == 1
-    assert "collectives are no longer written" in said[0]
-    log._file = (tmp_path / "x").open("a")
-    assert log.finish([ClockOffset(0, 0)] * 2)["traced_steps"] == 2
-
-
-def test_one_comparison_with_no_sync_is_not_shown(tmp_path: Path) -> None:
-    log = CommLog(tmp_path, 0, 0)
-    for step in (1, 2):
-        pair = [[notes(0.0, 12.0, step=step, no_sync_s=0.015)]] * 2
-        assert log.add(pair, [ClockOffset(0, 0)] * 2, {})[0]["comm/ab_ms"] == pytest.approx(5)
-    assert log.finish([ClockOffset(0, 0)] * 2)["ab_ms"] is None
-
-
-def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
-    log = CommLog(tmp_path / "comm", 0, 0)
-    log.add(one_late(False, 1), [ClockOffset(0, 0)] * 2, {})
-    with (tmp_path / "comm" / "steps.jsonl").open("a") as file:
-        file.write('{"step": 2, "origin')
-    assert [s["step"] for s in read_steps(tmp_path)] == [1]
-    assert CommLog(tmp_path / "comm", 2, 1)
-    assert (tmp_path / "comm" / "steps.jsonl").read_text().count("\n") == 1
-
-
-def test_the_newest_window_holds_neighbours_only() -> None:
-    def of_one_group(numbers: Iterable[int]) -> list[dict[str, Any]]:
-        return [{"step": s, "started": 7.0, "attempt": 0} for s in numbers]
-
-    steps = of_one_group((9, 10, 19, 20))
-    assert [s["step"] for s in newest_window(steps)] == [19, 20]
-    assert [s["step"] for s in newest_window(of_one_group(range(1, 9)))] == [5, 6, 7, 8]
-    for other in ({"started": 7.0, "attempt": 1}, {"started": 9.0, "attempt": 0}):
-        steps = [
-            {"step": 7, "started": 7.0, "attempt": 0},
-            {"step": 8, **other},
-            {"step": 9, **other},
-        ]
-        assert [s["step"] for s in newest_window(steps)] == [8, 9], "of one group of ranks"
 
 
 def test_each_group_names_its_buckets(tmp_path: Path) -> None:
@@ -328,32 +242,6 @@ def test_a_trace_for_perfetto(spec: RunSpec) -> None:
     assert set(rows) <= named
     assert {e["args"]["step"] for e in slices if e["cat"] == "phase"} == {11, 12, 13, 14}
     assert any(e["name"] == "bucket 0" and e["args"]["bytes"] > 0 for e in slices)
-
-
-def test_another_window_can_be_drawn(
-    spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(spec.folder), "--step", "6", "--figure", str(tmp_path / "t.png")]) == 0
-    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
-    drawn = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert {e["args"]["step"] for e in drawn if e["ph"] == "X" and e["cat"] == "phase"} == {
-        3,
-        4,
-        5,
-        6,
-    }
-    assert main([str(spec.folder), "--step", "99"]) == 2
-    assert "step = 99 was not traced; the last traced ones are 7, 8" in capsys.readouterr().err
-    assert main([str(spec.folder), "--figure", str(tmp_path / "t.png" / "t.svg")]) == 2
-    assert "t.svg (Not a directory); give another --figure" in capsys.readouterr().err
-
-
-def test_a_run_without_traces_says_how_to_get_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    assert main([str(tmp_path)]) == 2
-    assert "has no traced steps; start a run with --comm_trace every=50" in capsys.readouterr().err
 
 
 def test_a_resumed_run_has_each_step_once(spec: RunSpec) -> None:

@@ -4,12 +4,11 @@ numbers it is made of.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
-from nanoray.cli import Loaded, Scale, parse_args
+from nanoray.cli import parse_args
 from nanoray.cli import run_plan as planning
 from nanoray.cli.forecast.dry_run import dry_run_lines
 from nanoray.cli.forecast.job import job_of
@@ -20,7 +19,6 @@ from nanoray.cli.run_plan import forecast_at, known_dataset
 from nanoray.config import load_config, resolve_batch
 from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
-from nanoray.kube.__main__ import _with
 from nanoray.models.costs import flops_per_token
 
 LARGE = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "4096", "--tp", "4"]
@@ -75,57 +73,6 @@ def test_flags_that_cannot_take_effect_are_refused(argv: list[str], message: str
         parse_args(argv, "x", "y")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["--world_size", "4097", "--tp", "4"],
-            r"world_size = 4097: ranks = dp\*tp, but tp = 4 does not",
-        ),
-        (
-            ["--world_size", "8", "--topology", "nvlink"],
-            r"unknown topology nvlink; known: ",
-        ),
-        (
-            ["--world_size", "8", "--topology", "this-machine"],
-            "this-machine has no number for intra and inter and peak_tflops; .*bench layouts",
-        ),
-        (
-            ["--precision", "bf16_pure", "--topology", "nvlink-400g"],
-            "not predicted for precision = bf16_pure; use precision bf16, or drop --topology",
-        ),
-        (
-            ["--precision", "fp8", "--topology", "nvlink-400g"],
-            "not predicted for precision = fp8; use precision bf16, or drop --topology",
-        ),
-        (
-            ["--grad_compress", "bf16", "--topology", "nvlink-400g"],
-            "not predicted for grad_compress = bf16; use grad_compress none",
-        ),
-        (
-            ["--model", "resnet", "--topology", "nvlink-400g"],
-            "the layers of a gpt have formulas, but model = resnet; drop --topology",
-        ),
-        (
-            ["--world_size", "8", "--global_batch_size", "12"],
-            "world_size = 8: global_batch_size = 12 is not a multiple",
-        ),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(argv: list[str], message: str) -> None:
-    if "--world_size" not in argv:
-        argv = ["--world_size", "4", *argv]
-    with pytest.raises(ConfigError, match=message):
-        lines("--dry_run", *argv)
-
-
-def test_kubes_commands_refuse_it() -> None:
-    with pytest.raises(
-        ConfigError, match="world_size = 8 would be ignored: `nanoray kube` predicts nothing"
-    ):
-        _with(Loaded(load_config(), frozenset(), True, Scale(8)), {})
-
-
 # What it prints
 
 
@@ -152,18 +99,6 @@ def test_the_numbers_are_the_predictors() -> None:
     for i, one in enumerate(best[:3]):
         assert found[at + 1 + i].split(". ", 1)[1].startswith(str(one.layout))
     assert found[-1] == "dry run: nothing was started"
-
-
-def test_memory_of_devices_refuses_layouts() -> None:
-    large = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "64"]
-    large += ["--topology", "nvlink-400g"]
-    sizes = ["--n_layer", "64", "--n_head", "64", "--n_embd", "8192", "--global_batch_size", "64"]
-    sizes += ["--micro_batch_size", "1", "--tp", "8"]
-    found = lines(*large, *sizes, "--memory_gb", "100")
-    assert re.search(r"memory +125.21 GB per rank of 100: DOES NOT FIT", line(found, "memory"))
-    assert "that fit" in line(found, "layouts")
-    found = lines(*large, *sizes, "--memory_gb", "0.1")
-    assert line(found, "layouts") == "layouts    none of 64 ranks fits into 0.1 GB a rank"
 
 
 def test_without_a_topology_it_is_the_dry_run_of_as_many_workers() -> None:
@@ -222,9 +157,3 @@ def test_nanochats_rules_at_eight_ranks() -> None:
     )
     # Muon needs whole matrices, so no layout cuts them.
     assert " 1. dp 8 " in "\n".join(found)
-
-
-def test_half_the_ranks_get_the_same_step() -> None:
-    """4 ranks: the derived batch is in units of their micro batches, and so accumulates twice."""
-    found = lines("--preset", "nanochat-d12", "--dry_run", "--world_size", "4")
-    assert "32 seq × 2 accum × 4 dp × 2,048 tok = 524,288 tok/step" in line(found, "batch")

@@ -10,17 +10,16 @@ import pytest
 
 from nanoray.cli.forecast.job import Job
 from nanoray.cli.forecast.layouts import candidates, refusal, search
-from nanoray.cli.forecast.links import Link, Topology, placed
+from nanoray.cli.forecast.links import Link, Topology
 from nanoray.cli.forecast.memory import Sizes, state_memory
 from nanoray.cli.forecast.parallelisms.record import Talk
-from nanoray.cli.forecast.predict import OnTopology, Speed, predict
+from nanoray.cli.forecast.predict import OnTopology, Speed
 from nanoray.cli.forecast.rank_memory import memory_of
 from nanoray.cli.forecast.traffic import talks_of
 from nanoray.config import make_config
 from nanoray.config.layout import Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
-from nanoray.models.weights import weights_of
 from tests.harness.factorizations import factorizations
 
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
@@ -82,38 +81,7 @@ def test_a_rank_sends_whole_tensors_within_its_group_and_its_slice_across(
     assert alone_sent["dp"] == pytest.approx(sent["shard"])
 
 
-def test_tensor_shards_and_stages_have_groups_of_their_own() -> None:
-    layout = Layout(dp=4, tp=2, pp=2, replicas=2)
-    for stage in (0, 1):
-        flat = replace(layout, replicas=1)
-        grouped = sent_per_axis(talks_of(job(8, dp_mode="zero1"), layout, 1, stage), layout)
-        plain = sent_per_axis(talks_of(job(8, dp_mode="zero1"), flat, 1, stage), flat)
-        assert {"tp": plain["tp"], "pp": plain["pp"]}.items() <= grouped.items()
-        # Of its n parameters a rank of dp 4 sends 2n·3/4; of two groups of 2, 2n·1/2 and n/2.
-        assert grouped["shard"] == pytest.approx(plain["dp"] * (1 / 2) / (3 / 4))
-        assert grouped["replica"] == pytest.approx(plain["dp"] / (2 * 3 / 4) / 2)
-
-
-def test_experts_that_every_rank_has_are_summed_with_the_rest() -> None:
-    shape = replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=32)
-    some = replace(job(8, dp_mode="zero1"), shape=shape)
-    numel = sum(tensor.numel for tensor in weights_of(some.shape, Layout(), 0))
-    layout = Layout(dp=8, replicas=2)
-    assert sent_per_axis(talks_of(some, layout, 1, 0), layout) == {
-        "shard": pytest.approx(2 * 4 * numel * 3 / 4),
-        "replica": pytest.approx(2 * 4 * numel / 4 / 2),
-    }
-
-
 # Links
-
-
-def test_groups_on_nodes_by_hand() -> None:
-    layout = Layout(dp=8, replicas=2)
-    assert placed(layout, "shard", 4).inside
-    across = placed(layout, "replica", 4)
-    assert (across.ranks, across.local, across.sharing) == (2, 1, 4)
-    assert [layout.steps[axis].stride for axis in ("shard", "replica")] == [1, 4]
 
 
 # Memory
@@ -139,27 +107,6 @@ def test_a_rank_keeps_its_share_of_a_group(mode: str) -> None:
 
 
 # Seconds, and the search
-
-
-def test_a_slow_link_between_nodes_makes_groups_pay() -> None:
-    """The state fits in either way; what leaves a node decides."""
-    some = job(64, dp_mode="zero2")
-    speed = Speed(1e12, 1e12)
-    flat, grouped = (
-        predict(some, Layout(dp=16, replicas=r), 1, OnTopology(NODES), speed) for r in (1, 4)
-    )
-    assert grouped.parts["compute"] == flat.parts["compute"]
-    assert grouped.parts["dp"] < flat.parts["dp"] / 2
-
-
-def test_groups_send_as_much_to_other_places() -> None:
-    """2(S-1)/S + 2(R-1)/(R·S) = 2(n-1)/n: what a node does not divide gains nothing."""
-    some = job(16, dp_mode="zero1")
-    sent = []
-    for replicas in (1, 2, 4, 8):
-        layout = Layout(dp=16, replicas=replicas)
-        sent.append(sum(sent_per_axis(talks_of(some, layout, 1, 0), layout).values()))
-    assert sent == pytest.approx([2 * 4 * P * 15 / 16] * 4)
 
 
 def test_the_search_offers_groups_that_fill_nodes() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.files import load, open_checkpoint, save
-from nanoray.cli.forecast.owners import MOST_RANKS
-from nanoray.config import make_config
-from nanoray.config.layout import Layout
-from nanoray.errors import ConfigError
 from nanoray.lab.inspect.__main__ import main
-from nanoray.lab.inspect.batch import measure, run_batch
+from nanoray.lab.inspect.batch import measure
 from nanoray.lab.inspect.subject import Subject, find_subject
-from nanoray.lab.inspect.text import figures_of
-from nanoray.lab.inspect.tree import dump, format_ranks
+from nanoray.lab.inspect.tree import dump
 from nanoray.models.build import build_model
 from nanoray.models.precision import autocast
 from tests.harness.ranks import make_spec, run_ranks
 
-OWN = "examples/own_model.py"
 RESNET = [
     "--model",
     "resnet",
@@ -45,10 +37,6 @@ def subject_of(*flags: str, target: str = "tiny", ranks: int | None = None) -> S
 
 def modules(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in told["modules"]}
-
-
-def check(found: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(row for row in found["checks"] if row["check"] == name)
 
 
 # Figures.
@@ -97,28 +85,6 @@ def test_owners_by_axis() -> None:
     assert sum(len(piece["ranks"]) for piece in emb["updated"]) >= 4, "each stage updates its copy"
     assert rows["norm.weight"]["owner"].startswith("pp: stage 1; tp: whole on each")
     assert rows["lm_head.weight"]["tied_to"] == "tok_emb.weight"
-
-
-def test_groups_of_replicas_hold_the_same() -> None:
-    """Of dp 4 in two groups, ranks 0 and 2 hold and update the same, and so do 1 and 3."""
-    told = dump(subject_of("--dp_mode=fsdp", "--replicas=2", ranks=4))
-    assert told["layout"]["replicas"] == 2
-    assert "4 = dp 4 (2 replicas), fsdp" in figures_of(told)["ranks"]
-    rows = {row["name"]: row for row in told["tensors"]}
-    qkv = rows["blocks.1.attn.qkv.weight"]
-    assert "over the 2 ranks of a group, the same in each of 2 groups" in qkv["owner"]
-    for pieces in (qkv["held"], qkv["updated"]):
-        assert [piece["ranks"] for piece in pieces] == [[0, 2], [1, 3]]
-
-    assert dump(subject_of("--dp_mode=zero1", "--replicas=2"))["ranks"] == 4, "the least"
-
-    sliced = dump(subject_of("--dp_mode=zero1", "--replicas=2", ranks=4))
-    emb = next(row for row in sliced["tensors"] if row["name"] == "tok_emb.weight")
-    assert {tuple(piece["ranks"]) for piece in emb["updated"]} <= {(0, 2), (1, 3)}
-
-
-def test_ranks_as_text() -> None:
-    assert format_ranks([9, 0, 1, 2, 8, 5]) == "0-2 5 8-9"
 
 
 # One batch.
@@ -323,88 +289,4 @@ def test_a_script_with_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "problem: extra.weight has no gradient" in out
 
 
-def test_a_script_has_its_folder_and_no_arguments(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `python SCRIPT.py`: modules beside it are found, also in main, and inspect's arguments are
-    not its own.
-    """
-    before, after = SCRIPT.replace("EXTRA", "x = self.extra(x)").split("def main(run):\n")
-    path = tmp_path / "own.py"
-    (tmp_path / "net_beside.py").write_text(before)
-    (tmp_path / "rows_beside.py").write_text("rows = 64\n")
-    head = "import argparse, nanoray, torch\nfrom net_beside import *\nargparse.ArgumentParser().parse_args()\n"
-    inside = "    from rows_beside import rows\n    argparse.ArgumentParser().parse_args()\n"
-    path.write_text(f"{head}def main(run):\n{inside}{after}")
-    monkeypatch.setattr(sys, "argv", argv := ["nanoray inspect", "own.py", "--verify"])
-    folders = [*sys.path]
-    monkeypatch.chdir(tmp_path.parent)
-    try:
-        code, told, out = told_of(tmp_path, capsys, str(path), "--micro_batch_size=8", "--verify")
-    finally:
-        for name in ("net_beside", "rows_beside"):
-            sys.modules.pop(name, None)
-    assert code == 0, out
-    assert modules(told)["out"]["outputs"] == [[[8, 4], "float32"]]
-    assert (sys.argv, sys.path) == (argv, folders)
-
-
 # Data and errors.
-
-
-def test_a_batch_of_the_data_that_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without Shakespeare the text of the standard library, of other tokens; or a plain error."""
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    code, told, _ = told_of(tmp_path, capsys, "tiny", "--verify")
-    assert (code, told["verify"]["problems"]) == (0, [])
-    subject = subject_of()
-    assert subject.dataset.vocab_size == 65
-    with pytest.raises(
-        ConfigError,
-        match=r"its data is not here, and stdlib: .* has another vocabulary; run this where",
-    ):
-        run_batch(subject, dump(subject))
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["tinny"], "tinny is no folder of a run, no file and no preset; did you mean tiny?"),
-        (["."], "is no run and no checkpoint of one (no config.json)"),
-        (["tiny", "--world_size=0"], "world_size = 0 is not a whole number above 0"),
-        (["tiny", "--tp=3"], "tp = 3 must divide"),
-        (["tiny", "--n_embt=3"], "unknown flag --n_embt; did you mean --n_embd?"),
-        ([OWN, "--function=mein"], "has no function mein, which nanoray.launch would call"),
-        (["tiny", "--json=/nowhere/x.json"], "cannot write /nowhere/x.json"),
-        (["tiny", "--preset", "gpt2-124m"], "--preset would be ignored: TARGET names the"),
-        (["tiny", "--resume=runs/R"], "--resume would be ignored: TARGET names the"),
-        ([OWN, "--dry_run"], "--dry_run would be ignored: TARGET names the configuration"),
-        ([OWN, "--model=gpt"], f"model = gpt would be ignored: {OWN} brings its own; drop --model"),
-    ],
-)
-def test_errors_tell_the_remedy(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == ConfigError.exit_code
-    assert said in capsys.readouterr().err
-
-
-def test_too_many_ranks_have_a_tree_without_owners() -> None:
-    subject = subject_of("--global_batch_size=256", ranks=MOST_RANKS * 2)
-    assert subject.layout == Layout(dp=256)
-    told = dump(subject)
-    assert any(
-        f"at most {MOST_RANKS} ranks are laid out one by one" in note for note in told["notes"]
-    )
-    assert "held" not in told["tensors"][0]
-
-
-def test_a_model_without_a_script_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("model: own\nmicro_batch_size: 4\n")
-    with pytest.raises(ConfigError, match=re.escape("give the script: nanoray inspect SCRIPT.py")):
-        subject_of(target=str(path))
-    assert make_config({"model": "own", "micro_batch_size": 4}).model == "own"

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from nanoray.errors import ConfigError
-from nanoray.machine.mapped import content_of
 from nanoray.observe.trace import accounts
 from nanoray.observe.trace.accounts import accounts_of
 from nanoray.observe.trace.ledger import Ledger
@@ -159,30 +158,6 @@ def test_steps_of_a_killed_command_that_the_next_one_does_again(tmp_path: Path) 
     require(tmp_path, start=8, data=4, compute=24, repeated=14)  # counted once
 
 
-def test_an_update_that_broke_off_is_not_done_twice(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, 0, 0).walk(("init", 4)).walk(*STEP, step=1).walk(*STEP, step=2)
-    rank.ledger.group_lost()  # in the update of step 2
-    rank.walk(("init", 1), *STEP, step=2).walk(("data", 0), step=3)
-    require(tmp_path, start=4, data=3, compute=17, recovery=2)
-    rank.walk(*STEP, step=2).walk(("data", 0), step=3)  # went back to an older checkpoint
-    require(tmp_path, start=4, data=3, compute=23 * 3 / 4, recovery=2, repeated=27 / 4)
-
-
-def test_a_slot_without_a_process_waits_for_capacity(tmp_path: Path) -> None:
-    Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, *STEP, *STEP, ("done", 0)).ledger.close()
-    Rank(tmp_path, 1, 0).walk(("init", 4), *STEP, ("data", 0))
-    fault(tmp_path, recovery="shrink")
-    ended(tmp_path, 25.0)
-    require(tmp_path, start=8, data=4, compute=24, waiting_for_capacity=14)
-
-
-def test_a_process_is_not_older_than_its_command(tmp_path: Path) -> None:
-    """The host's clock was set back by half an hour before the process began."""
-    Rank(tmp_path, 0, -1800).walk(("init", 4), *STEP, step=1).ledger.close()
-    found = require(tmp_path, start=4, data=1, compute=6)
-    assert found.wall_s == pytest.approx(11)
-
-
 def test_commands_add_up_without_the_time_between_them(tmp_path: Path) -> None:
     for command in (0.0, 500.0):
         Rank(tmp_path, 0, command, command=command).walk(
@@ -201,23 +176,6 @@ def test_a_rank_that_was_cut_off_and_its_successor_count_once(tmp_path: Path) ->
     ended(tmp_path, 27.0)
     found = accounts_of(tmp_path)
     assert found.total == pytest.approx(27)
-
-
-def test_commands_of_different_sizes(tmp_path: Path) -> None:
-    for slot in (0, 1):
-        Rank(tmp_path, slot, 0).walk(("init", 4), *STEP, ("done", 0)).ledger.close()
-    Rank(tmp_path, 0, 500, command=500).walk(("init", 4), *STEP, ("done", 0)).ledger.close()
-    ended(tmp_path, 11.0)
-    assert (
-        accounts_of(tmp_path).span() == "up to 2 rank(s), 22.0 s in 2 commands: 33.0 rank-seconds"
-    )
-
-
-def test_a_run_that_ends_in_an_error_was_not_waiting_for_a_rank(tmp_path: Path) -> None:
-    Rank(tmp_path, 0, 0).walk(("init", 4), ("data", 1), ("forward", 2)).ledger.close()
-    ended(tmp_path, 9.0)
-    (tmp_path / "faults.jsonl").write_text('{"event": "fau')  # torn
-    require(tmp_path, start=4, data=1, compute=2, closing=2)
 
 
 def test_exposed_communication_comes_out_of_compute(tmp_path: Path) -> None:
@@ -245,18 +203,6 @@ def test_without_a_ledger_the_remedy_is_named(
     Rank(tmp_path, 0, 0).walk(("init", 1), *STEP, ("done", 1)).ledger.close()
     assert accounts.main([str(tmp_path)]) == 0
     assert "1 rank(s) x 9.0 s = 9.0 rank-seconds" in capsys.readouterr().out
-
-
-def test_without_room_for_a_ledger_a_rank_trains_all_the_same(tmp_path: Path) -> None:
-    """As on a full disk while a lost rank is replaced: its seconds have no account of their own."""
-    full = Path("/dev/full")
-    clock = Clock(0)
-    rank = Ledger(full, COMMAND, True, clock)
-    before = content_of(full)
-    clock.at = 2.0
-    rank.phase(1, "data")
-    assert content_of(full) != before
-    rank.close()
 
 
 def test_the_documentation_has_each_account() -> None:

@@ -16,14 +16,11 @@ from nanoray.cli.forecast.job import AssumedDevice, assume_device
 from nanoray.cli.forecast.memory import (
     RankSizes,
     Sizes,
-    at_peak,
     moments_of,
-    peak_memory,
     state_memory,
 )
 from nanoray.cli.forecast.owners import rank_model
 from nanoray.cli.forecast.rank_memory import (
-    format_memory,
     largest_rank,
     memory_line,
     rank_memory,
@@ -80,67 +77,6 @@ def test_bytes_per_parameter_at_four_ranks(
     assert [alone[part] for part in alone] == [4 * P, 4 * P, 8 * P, 0], "one rank shares nothing"
 
 
-def test_what_is_in_flight() -> None:
-    s = sizes()
-    tensor, P = 4 * s.tensor, 4 * s.params
-    assert memory(dp_mode="ddp")["in_flight"] == 0
-    assert memory(dp_mode="zero1")["in_flight"] == 3 * tensor, (
-        "a bucket holds at least its largest tensor"
-    )
-    assert memory(dp_mode="zero2")["in_flight"] == 6 * tensor
-    assert memory(dp_mode="zero1", bucket_mb=100)["in_flight"] == P, "one bucket holds all"
-    full = memory(dp_mode="fsdp")["in_flight"]
-    assert full == 4 * (s.outside + 2 * s.layer) + 4 * (s.outside + s.layer + 2 * s.layer)
-    assert memory(dp_mode="fsdp", fsdp_reshard="grad_op")["in_flight"] == full + P - 4 * (
-        s.outside + 3 * s.layer
-    )
-    assert memory(dp_mode="fsdp", accum=2)["in_flight"] == full + P - 4 * (s.outside + s.layer), (
-        "whole gradients"
-    )
-    assert memory(dp_mode="fsdp", fsdp_gather="bf16")["in_flight"] == full - 2 * (
-        s.outside + 2 * s.layer
-    )
-
-
-def test_what_compressed_gradients_take() -> None:
-    tensor = 4 * sizes().tensor
-    for mode, plain in (("ddp", 0), ("ddp_by_hand", 3 * tensor)):
-        assert memory(dp_mode=mode, grad_compress="bf16")["in_flight"] == plain + 9 * tensor
-
-
-def test_buckets_in_flight_are_never_more_than_all_gradients() -> None:
-    P = 4 * sizes().params
-    third = P / 3 / 2**20
-    assert memory(dp_mode="zero1", bucket_mb=1.5 * third)["in_flight"] == P, (
-        "of two buckets the second is half full"
-    )
-
-
-def test_activations_and_what_is_in_flight_are_never_there_in_full_together() -> None:
-    assert at_peak(100, 40, [(0.25, 0), (1.0, 0)]) == 140, "the start of backward"
-    assert at_peak(100, 40, [(0.25, 8), (1.0, 8)]) == 140
-    assert at_peak(100, 40, [(0.25, 30), (1.0, 30)]) == 160, (
-        "the first layer's activations, 10, are gone"
-    )
-    assert at_peak(100, 40, [(0.25, 60), (1.0, 60)], growing=20) == 80 + 30 + 5 + 60, (
-        "so much of fsdp's gradients"
-    )
-    assert at_peak(100, 4, [(0.25, 60), (1.0, 60)], growing=20) == 160, "the end of backward"
-    assert at_peak(100, 40, [(0.5, 25)], forward_only=20) == 140, "the end of forward"
-    assert at_peak(100, 40, [(0.5, 40)], forward_only=20) == 150
-
-
-def test_gradients_of_an_earlier_micro_batch_are_there_in_forward() -> None:
-    """One data rank: with one micro batch they grow as activations go, with two both are there."""
-    config, kept = make_config({"micro_batch_size": 1}), {"activations": 10**9}
-    with torch.device("meta"):
-        model = GPT(SHAPE)
-    state = memory(ranks=1)
-    peaks = [peak_memory(config, model, 1, state, kept, 25.0, accum) for accum in (1, 2)]
-    assert peaks[0] == sum(state.values()) - state["gradients"] + 10**9
-    assert peaks[1] == sum(state.values()) + 10**9
-
-
 def test_what_is_in_flight_during_backward() -> None:
     P = 4 * sizes().params
     half = P / 2 / 2**20
@@ -187,17 +123,6 @@ def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
         fsdp["parameters"] + fsdp["gradients"] + fsdp["optimizer"], abs=0.1
     )
     assert parts(activation_checkpointing="block")["activations"] < 0.5 * ddp["activations"]
-
-
-def test_a_unit_is_chosen_by_size() -> None:
-    assert format_memory({"in_flight": 3 * 2**20, "logits": 0}) == "3.0 MiB per rank: in flight 3.0"
-    assert format_memory({"a": 10_000 * 2**20}).startswith("10,000.0 MiB")
-    large = {"a": 11 * 10**9, "b": 5 * 10**8}
-    assert format_memory(large) == "11.50 GB per rank: a 11.00 + b 0.50"
-    assert (
-        format_memory(large, "MiB", ", here") == "10,967.3 MiB per rank, here: a 10,490.4 + b 476.8"
-    )
-    assert format_memory({"a": 2 * 10**7}, "GB") == "0.02 GB per rank: a 0.02"
 
 
 def test_what_a_dry_run_assumes_of_devices() -> None:

@@ -4,10 +4,8 @@ must hold.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,14 +17,8 @@ from torch import Tensor
 from nanoray.cli.forecast.job import AssumedDevice, Job
 from nanoray.cli.forecast.layouts import candidates, refusal, search
 from nanoray.cli.forecast.links import (
-    GroupPlace,
     Link,
     Topology,
-    all_gather,
-    all_to_all,
-    placed,
-    seen_by,
-    send,
 )
 from nanoray.cli.forecast.parallelisms.record import divisors
 from nanoray.cli.forecast.predict import OnTopology, Speed, flops_of, predict
@@ -46,7 +38,7 @@ from nanoray.models.weights import weights_of
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.schedules import in_flight
-from nanoray.parallel.tp import cut, names_of_partial
+from nanoray.parallel.tp import cut
 from tests.harness.factorizations import factorizations
 
 # 256 rows with padding
@@ -244,33 +236,7 @@ def test_what_stages_keep_in_flight() -> None:
     )
 
 
-LAYOUTS = st.builds(
-    Layout,
-    dp=st.sampled_from([1, 2, 4, 8]),
-    tp=st.sampled_from([1, 2, 4]),
-    pp=st.sampled_from([1, 2]),
-)
 MODES = st.sampled_from(["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"])
-
-
-@settings(max_examples=60)
-@given(LAYOUTS, MODES, st.sampled_from(["none", "selective", "block"]))
-def test_memory_falls_with_each_axis(layout: Layout, mode: str, checkpointing: str) -> None:
-    some = job(dp_mode=mode, activation_checkpointing=checkpointing)
-    parts = memory_of(some, layout, 1)
-    state = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
-    assert (
-        parts["parameters"] >= memory_of(some, replace(layout, tp=2 * layout.tp), 1)["parameters"]
-    )
-    assert (
-        parts["activations"] > memory_of(some, replace(layout, tp=2 * layout.tp), 1)["activations"]
-    )
-    deeper = memory_of(some, replace(layout, pp=2 * layout.pp), 1)
-    # Then a second embedding
-    assert parts["parameters"] > deeper["parameters"] or mode == "fsdp" or layout.pp == 1
-    wider = memory_of(some, replace(layout, dp=2 * layout.dp), 1)
-    less = sum(wider[name] for name in ("parameters", "gradients", "optimizer"))
-    assert less < state if mode in ("zero1", "zero2", "fsdp") else less == state
 
 
 # What travels
@@ -289,66 +255,6 @@ def test_tp_sends_what_a_cut_model_sends(checkpointing: str, precision: str) -> 
     talks = [t for t in talks_of(some, Layout(tp=2), 2, 0) if t.axis == "tp"]
     assert sum(t.times for t in talks) == sum(found.values())
     assert sum(t.times * t.nbytes for t in talks) == sum(size * n for size, n in found.items())
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_sequence_parallelism_sends_what_a_cut_model_sends(
-    checkpointing: str, precision: str
-) -> None:
-    """Each kind of collective, and its bytes; by hand too: an all-gather and a reduce-scatter for
-    each sum.
-    """
-    model, axis = cut_model(2, checkpointing, "cpu", sequence=True)
-    x = torch.randint(250, (2, 16), generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        loss = model(x, x)
-    loss.backward()
-    some = job(2, precision, activation_checkpointing=checkpointing, sequence_parallel=True, tp=2)
-    talks = [
-        t
-        for t in talks_of(some, Layout(tp=2), 2, 0)
-        if t.axis == "tp" and t.what != "loss" and t.when != "once"
-    ]
-    for op in ("all_gather", "reduce_scatter"):
-        found = [size for what, size in axis.seen if what == op]
-        said = [t for t in talks if t.op == op]
-        assert sum(t.times for t in said) == len(found), op
-        assert sum(t.times * t.nbytes for t in said) == sum(found), op
-    if checkpointing == "none":
-        plain = [
-            t
-            for t in talks_of(job(2, precision), Layout(tp=2), 2, 0)
-            if t.axis == "tp" and t.what != "loss"
-        ]
-        assert sum(t.sent(2) for t in talks) == sum(t.sent(2) for t in plain), (
-            "an all-reduce is one of each"
-        )
-    (once,) = (t for t in talks_of(some, Layout(tp=2), 2, 0) if t.when == "once")
-    names = names_of_partial(model)
-    assert once.nbytes == 4 * sum(
-        p.numel() for name, p in model.named_parameters() if name in names
-    )
-
-
-@pytest.mark.parametrize("shared", [0, 2])
-def test_what_the_sequence_leaves_to_sum_of_experts(shared: int) -> None:
-    shape = replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=shared)
-    with torch.device("meta"):
-        model = GPT(shape)
-        cut(
-            model,
-            Axis("tp", (0, 1), 0, None, Mesh(0, 2, 0, torch.device("meta"), "none", "test")),
-            sequence=True,
-        )
-    some = replace(
-        job(experts=Experts(4, 2, 24, shared), sequence_parallel=True, tp=2), shape=shape
-    )
-    (once,) = (t for t in talks_of(some, Layout(tp=2), 2, 0) if t.when == "once")
-    names = names_of_partial(model)
-    assert once.nbytes == 4 * sum(
-        p.numel() for name, p in model.named_parameters() if name in names
-    )
 
 
 @pytest.mark.parametrize(
@@ -373,74 +279,7 @@ def test_data_parallel_bytes_are_the_table_of_the_page(mode: str, accum: int, pa
     assert sent(2) == pytest.approx(4 * (passes + more) * P * 3 / 4)
 
 
-def test_pipeline_messages_by_hand() -> None:
-    """Each micro batch crosses a boundary as (B, T, C) in float32, and back; with chunks as often
-    as there are.
-    """
-    some = job(64, schedule="interleaved", chunks=2, dp_mode="ddp_by_hand")
-    talks = {t.what: t for t in talks_of(some, Layout(dp=2, pp=2), 4, 0) if t.axis == "pp"}
-    for what in ("residual stream", "its gradient"):
-        assert (talks[what].times, talks[what].nbytes) == (8 * 2, 4 * 4 * 16 * 64)
-    assert talks["gradient of the embedding"].nbytes == 4 * 256 * 64
-    rows = job(64, dp_mode="ddp_by_hand", tp=2, sequence_parallel=True)
-    talks = {t.what: t for t in talks_of(rows, Layout(tp=2, pp=2), 4, 0) if t.axis == "pp"}
-    assert talks["residual stream"].nbytes == 4 * 4 * 16 * 64 / 2, (
-        "each tensor rank sends its positions"
-    )
-
-
 # Links
-
-
-def test_collectives_on_two_levels_by_hand() -> None:
-    """8 ranks on 2 nodes of 4, 1 MB: inside 0.01 us a kB, between nodes 0.05 us a kB."""
-    size = 1_000_000
-    assert all_to_all(NODES, 8, size) == pytest.approx(
-        (3e-6 + 4 * 10e-6, 4 * 4 * size / 8 / 20e9, 0)
-    )
-    assert all_to_all(NODES, 4, size) == pytest.approx((3e-6, 3 * size / 4 / 100e9, 0))
-    assert all_gather(NODES, 4, size) == pytest.approx((3e-6, 3 / 4 * size / 100e9, 0))
-    assert all_gather(NODES, 8, size) == pytest.approx(
-        (3e-6 + 10e-6, 3 / 4 * size / 100e9 + size / 2 / 20e9, 0)
-    )
-    assert send(NODES, 4, size) == pytest.approx((1e-6, size / 100e9, 0))
-    assert send(NODES, 5, size) == pytest.approx((10e-6, size / 20e9, 0))
-    for form in (all_gather, all_to_all, send):
-        assert form(NODES, 1, size).seconds == 0
-
-
-def test_groups_on_nodes_by_hand() -> None:
-    """tp 4 fills a node of 8, so two dp groups' neighbours leave it together with six others."""
-    layout = Layout(dp=8, tp=4, pp=2)
-    assert placed(layout, "tp", 8) == GroupPlace(4, 4, 2)
-    assert placed(layout, "dp", 8) == GroupPlace(8, 2, 4)
-    assert placed(layout, "pp", 8) == GroupPlace(2, 1, 8)
-    assert placed(Layout(dp=8, ep=4), "ep", 8).inside
-    assert placed(Layout(dp=16, ep=4), "edp", 8) == GroupPlace(4, 2, 4)
-    shared = seen_by(NODES, placed(Layout(dp=4, tp=2), "dp", 4))
-    assert (shared.ranks_per_node, shared.levels[1].bandwidth_gb_per_s) == (2, 10)
-
-
-@settings(max_examples=200)
-@given(
-    *(st.integers(1, 4) for _ in range(4)),
-    st.integers(1, 12),
-    st.sampled_from(["dp", "tp", "pp", "ep", "cp", "dp_cp"]),
-    st.data(),
-)
-def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
-    dp: int, tp: int, pp: int, cp: int, per_node: int, axis: str, data: Any
-) -> None:
-    layout = Layout(dp, tp, pp, data.draw(st.sampled_from(divisors(dp))), cp)
-    groups = layout.groups(axis)
-    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size)), (
-        "each rank once"
-    )
-    assert {len(group) for group in groups} == {layout.size_of(axis)}
-    place = placed(layout, axis, per_node)
-    nodes = [len({rank // per_node for rank in group}) for group in groups]
-    assert place.inside == (max(nodes) == 1)
-    assert math.ceil(place.ranks / place.local) >= max(nodes) - 1
 
 
 # A step
@@ -448,32 +287,6 @@ def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
 FREE = NODES.model_copy(
     update={key: Link(alpha_us=0, bandwidth_gb_per_s=1e12) for key in ("intra", "inter")}
 )
-
-
-def test_free_links_leave_compute_and_bubble() -> None:
-    """64 sequences, dp 2, pp 4, one sequence a micro batch: 32 of them; the last stage has the head
-    as well.
-    """
-    step = predict(job(64, dp_mode="zero1"), Layout(dp=2, pp=4), 1, OnTopology(FREE), SPEED)
-    forward, backward = flops_of(job(), Layout(pp=4), 3)
-    slot = (forward + backward) * 16 / 1e12
-    assert step.parts["compute"] == pytest.approx(32 * slot)
-    assert step.parts["bubble"] == pytest.approx(3 * slot)
-    assert step.step_s == pytest.approx(35 * slot, rel=1e-6)
-    assert step.accum == 32
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "share"),
-    [("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19)],
-)
-def test_bubbles_by_hand(schedule: str, chunks: int, share: float) -> None:
-    """Four stages, eight micro batches: (p-1)/(m+p-1), (p-1)/(v·m+p-1)."""
-    some = job(8, schedule=schedule, chunks=chunks)
-    some = replace(some, shape=replace(SHAPE, n_layer=4 * chunks))
-    step = predict(some, Layout(pp=4), 1, OnTopology(NODES), SPEED)
-    pipeline_s = step.step_s - step.parts["dp"]
-    assert step.parts["bubble"] / pipeline_s == pytest.approx(share, rel=1e-4)
 
 
 def test_a_step_of_tp_by_hand() -> None:
@@ -488,44 +301,12 @@ def test_a_step_of_tp_by_hand() -> None:
     assert half.parts["compute"] == pytest.approx(0.75 * alone.parts["compute"])
 
 
-@pytest.mark.parametrize(
-    ("mode", "share"), [("ddp", 1), ("ddp_by_hand", 1), ("zero1", 4), ("zero2", 4), ("fsdp", 4)]
-)
-def test_each_rank_updates_its_share(mode: str, share: int) -> None:
-    speeds = [replace(SPEED, optimizer_s=seconds) for seconds in (0, 1e-6)]
-    without, update = (
-        predict(job(8, dp_mode=mode), Layout(dp=4), 2, OnTopology(FREE), s).step_s for s in speeds
-    )
-    assert update - without == pytest.approx(1e-6 * count_parameters(SHAPE) / share, rel=1e-5)
-
-
-def test_gradients_that_nothing_hides_by_hand() -> None:
-    """Compute takes no time: buckets go one after the other, each with two messages in a ring of
-    two.
-    """
-    step = predict(job(8), Layout(dp=2), 4, OnTopology(NODES), Speed(1e30, 1e30))
-    (talk,) = talks_of(job(8), Layout(dp=2), 4, 0)
-    assert step.step_s == pytest.approx(talk.times * (2e-6 + talk.nbytes / 100e9))
-
-
 def test_more_ranks_than_cores_stretch_a_step() -> None:
     fast, slow = (
         predict(job(8), Layout(dp=2), 4, OnTopology(FREE), replace(SPEED, cores=cores)).step_s
         for cores in (1, 0.25)
     )
     assert slow == pytest.approx(4 * fast)
-
-
-@settings(max_examples=60)
-@given(LAYOUTS, MODES, st.sampled_from([1, 2]))
-def test_slower_links_never_make_a_step_shorter(layout: Layout, mode: str, micro: int) -> None:
-    some = job(dp_mode=mode)
-    slow = NODES.model_copy(update={"inter": Link(alpha_us=100, bandwidth_gb_per_s=1)})
-    steps = [predict(some, layout, micro, OnTopology(t), SPEED) for t in (FREE, NODES, slow)]
-    assert all(a.step_s <= b.step_s * (1 + 1e-9) for a, b in pairwise(steps))
-    for step in steps:
-        assert min(step.parts.values()) >= -1e-12
-        assert step.step_s >= step.parts["compute"] > 0
 
 
 # The search

@@ -4,10 +4,7 @@ hand.
 
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,7 @@ import pytest
 from nanoray.bench.simulate import Work, scaling
 from nanoray.cli.forecast.fit import fit
 from nanoray.cli.forecast.links import (
-    FLAT,
     MODELS,
-    TOPOLOGY_DIR,
     Cost,
     Link,
     Topology,
@@ -78,32 +73,7 @@ def test_relative_errors_are_what_is_minimised() -> None:
     )
 
 
-def test_no_constant_is_negative() -> None:
-    rising = fit([(1000, 1e-6), (MB, 1e-2)], "ring", 2)  # the line through them starts below 0
-    assert rising.alpha_s == 0 < rising.beta_s_per_byte
-    falling = fit([(1000, 1e-3), (MB, 0.9e-3)], "ring", 2)
-    assert falling.beta_s_per_byte == 0 < falling.alpha_s
-    assert falling.link.bandwidth_gb_per_s > 0
-
-
-@pytest.mark.parametrize(
-    ("points", "ranks"), [([(1000, 1e-3), (1000, 1e-3)], 2), ([(1, 1.0), (2, 2.0)], 1)]
-)
-def test_too_little_is_no_fit(points: list[tuple[int, float]], ranks: int) -> None:
-    with pytest.raises(ConfigError, match="measure 2 sizes or more at 2 ranks"):
-        fit(points, "ring", ranks)
-
-
 # Topologies
-
-
-def test_flat_algorithms_on_two_levels_by_hand() -> None:
-    """8 ranks on 2 nodes. Ring: 14 messages, 2 of them between nodes; double tree: 6, 2 of them."""
-    ring, tree = (all_reduce(NODES, name, 8, MB) for name in ("ring", "double_tree"))
-    assert ring == pytest.approx((2 * 10e-6 + 12 * 1e-6, 1.75 * MB / 25e9, 0))
-    assert tree == pytest.approx((2 * 10e-6 + 4 * 1e-6, 2 * MB / 25e9, 0))
-    inside = all_reduce(NODES, "ring", 4, MB)  # one node: no byte leaves it
-    assert inside == pytest.approx((6e-6, 1.5 * MB / 100e9, 0))
 
 
 def test_two_levels_by_hand() -> None:
@@ -113,16 +83,6 @@ def test_two_levels_by_hand() -> None:
     found = all_reduce(NODES, "two_level", 12, MB)
     assert found == pytest.approx((6e-6 + 4 * 10e-6, 1.5 * MB / 100e9 + 4 / 3 * MB / 25e9, 0))
     assert all_reduce(NODES, "two_level", 4, MB) == all_reduce(NODES, "ring", 4, MB)
-
-
-def test_one_rank_per_node_knows_only_the_network() -> None:
-    lonely = NODES.model_copy(update={"ranks_per_node": 1})
-    for name in FLAT:
-        everywhere = NODES.model_copy(update={"intra": NODES.inter})
-        assert all_reduce(lonely, name, 8, MB) == pytest.approx(all_reduce(everywhere, name, 8, MB))
-    assert all_reduce(lonely, "two_level", 8, MB).seconds == min(
-        all_reduce(lonely, name, 8, MB).seconds for name in FLAT
-    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 100, 16384])
@@ -147,50 +107,6 @@ def test_the_nvlink_preset_comes_near_nccls_own_model(
     assert 1e6 * all_reduce(preset, "double_tree", ranks, 25 * MB).seconds == pytest.approx(
         tree_us, rel=0.25
     )
-
-
-@pytest.mark.parametrize("path", sorted(TOPOLOGY_DIR.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_preset_loads_and_says_where_it_comes_from(path: Path) -> None:
-    topology = load_topology(path.stem)
-    assert load_topology(str(path)) == topology
-    assert topology.note
-    filled = topology.filled(Link(alpha_us=1, bandwidth_gb_per_s=1))
-    assert all(isinstance(link, Link) for link in filled.levels)
-
-
-GOOD = "ranks_per_node: 2\nintra: fit\ninter: {alpha_us: 1, bandwidth_gb_per_s: 2}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (GOOD + "lane: 2", "unknown key lane; did you mean lanes?"),
-        (GOOD.replace("alpha_us", "alfa_us"), "unknown key inter.alfa_us; did you mean alpha_us?"),
-        (GOOD.replace("alpha_us: 1, ", ""), "inter.alpha_us is missing; add it"),
-        (GOOD.replace("ranks_per_node: 2\n", ""), "ranks_per_node is missing; add it"),
-        (
-            GOOD.replace("ranks_per_node: 2", "ranks_per_node: 0"),
-            "ranks_per_node = '0': Input should be greater",
-        ),
-        (
-            GOOD.replace("gb_per_s: 2", "gb_per_s: 0"),
-            "inter.bandwidth_gb_per_s = '0': Input should be greater",
-        ),
-        (
-            GOOD.replace("gb_per_s: 2", "gb_per_s: fast"),
-            "inter.bandwidth_gb_per_s = 'fast': Input should be",
-        ),
-        (GOOD + "mfu: 1.5", "mfu = '1.5': Input should be less"),
-        ("- a\n- b", "it must hold `key: value` lines"),
-        ("a: [", "cannot read "),
-    ],
-)
-def test_a_wrong_file_is_refused_by_key_and_value(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as caught:
-        load_topology(str(path))
-    assert str(path) in str(caught.value)
 
 
 def test_an_unknown_preset_or_file_is_refused(tmp_path: Path) -> None:
@@ -230,16 +146,6 @@ def test_one_lane_queues_in_order() -> None:
     assert plan.events[-1] == Event("compute", "optimizer", 11, 12)
 
 
-def test_fast_collectives_leave_only_the_last_exposed() -> None:
-    plan = simulate(STEP, lambda nbytes: Cost(0.5, 0.5))
-    assert comm(plan) == [
-        ("lane 0", "bucket 0", 4, 5),
-        ("lane 0", "bucket 1", 6, 7),
-        ("lane 0", "bucket 2", 8, 9),
-    ]
-    assert (plan.step_s, plan.busy_s, plan.exposed_s) == (10, 3, 1)
-
-
 def test_two_lanes_share_the_link() -> None:
     """Bucket 0 has the link from 4 to 6 (2 of 3 done); then 0 and 1 at half speed: 0 ends at 8, 1
     has 2 left.
@@ -254,17 +160,6 @@ def test_two_lanes_share_the_link() -> None:
         ("lane 1", "bucket 1", 6, 11),
     ]
     assert (plan.step_s, plan.busy_s, plan.exposed_s) == (12, 7, 3)
-
-
-def test_latencies_of_two_lanes_overlap() -> None:
-    """Pure latency: 0 runs 4 to 7, 1 runs 6 to 9 beside it, 2 takes lane 0 at 8."""
-    plan = simulate(STEP, lambda nbytes: Cost(nbytes, 0.0), lanes=2)
-    assert comm(plan) == [
-        ("lane 0", "bucket 0", 4, 7),
-        ("lane 1", "bucket 1", 6, 9),
-        ("lane 0", "bucket 2", 8, 9),
-    ]
-    assert (plan.step_s, plan.busy_s, plan.exposed_s) == (10, 5, 1)
 
 
 def test_communication_takes_cores_from_compute() -> None:
@@ -284,26 +179,6 @@ def test_communication_takes_cores_from_compute() -> None:
     assert (plan.step_s, plan.exposed_s) == (18, 1)
     # Processor sharing hides nothing: the step is its CPU work
     assert plan.step_s == step.compute_s + 7
-
-
-def test_too_few_cores_stretch_compute() -> None:
-    """Half a core: every second of compute takes two."""
-    plan = simulate(Step(2, 6, 1, ()), price, cores=0.5)
-    assert (plan.step_s, plan.busy_s, plan.exposed_s) == (18, 0, 0)
-    assert simulate(Step(2, 6, 1, ()), price, cores=2, threads=4).step_s == 18
-
-
-def test_empty_phases_and_free_collectives_end() -> None:
-    assert (
-        simulate(
-            Step(0, 0, 0, (SimulatedBucket(0, 1), SimulatedBucket(0, 1))),
-            lambda nbytes: Cost(0.0, 0.0),
-        ).step_s
-        == 0
-    )
-    assert (
-        simulate(Step(0, 0, 0, (SimulatedBucket(0, 2), SimulatedBucket(0, 1))), price).step_s == 3
-    )
 
 
 def test_invariants_of_random_steps() -> None:
@@ -340,17 +215,6 @@ def test_invariants_of_random_steps() -> None:
 WORK = Work(1.0, 2.0, 0.5, (SimulatedBucket(1.0, 100 * MB), SimulatedBucket(2.0, 50 * MB)), micro=4)
 
 
-def test_work_scales_with_sequences_and_accumulates() -> None:
-    assert WORK.step(4) == Step(
-        4, 8, 0.5, (SimulatedBucket(4, 100 * MB), SimulatedBucket(8, 50 * MB))
-    )
-    assert WORK.step(5).backward_s == 2 * 2.5
-    # 6 sequences, at most 4 at once: two micro batches of 3, and only the second one communicates
-    assert WORK.step(6) == Step(
-        9 + 3, 6, 0.5, (SimulatedBucket(3, 100 * MB), SimulatedBucket(6, 50 * MB))
-    )
-
-
 def test_weak_scaling_by_hand() -> None:
     """Free links: efficiency 1. Then links at which the last bucket alone is exposed."""
     free = Topology(
@@ -368,60 +232,4 @@ def test_weak_scaling_by_hand() -> None:
     assert (two.efficiency, two.exposed_share) == pytest.approx((12.5 / 13, 0.5 / 13))
 
 
-def test_strong_scaling_by_hand() -> None:
-    """16 sequences: 48.5 s alone; on 4 ranks 12.5 s and 0.75 s exposed; it ends where ranks would
-    have none.
-    """
-    slow = Topology(
-        ranks_per_node=1,
-        intra=Link(alpha_us=0, bandwidth_gb_per_s=0.1),
-        inter=Link(alpha_us=0, bandwidth_gb_per_s=0.1),
-    )
-    points = scaling(slow, WORK, [1, 4, 16, 64], "ring", global_batch=16)
-    assert [(p.ranks, p.sequences) for p in points] == [(1, 16), (4, 4), (16, 1)]
-    assert [p.step_s for p in points[:2]] == pytest.approx([48.5, 13.25])
-    assert [p.efficiency for p in points[:2]] == pytest.approx([1, 48.5 / 4 / 13.25])
-
-
-def test_more_ranks_never_scale_better() -> None:
-    for algorithm in (*MODELS, "best"):
-        points = scaling(NODES, WORK, [2**i for i in range(4, 15)], algorithm)
-        assert all(a.efficiency >= b.efficiency - 1e-9 for a, b in pairwise(points))
-        assert math.isfinite(points[-1].step_s)
-
-
 # Steps that wait in the midst of their layers
-
-
-def test_waits_lie_between_compute_and_before_the_bucket_that_follows() -> None:
-    """
-    compute  F F w B B B w w w . O    a bucket after all of backward and its waits: 2 + 1 + 3 + 3, then 2 of its own
-    """
-    step = Step(2, 3, 1, (SimulatedBucket(3, 2),), (Cost(0.5, 0.5), Cost(0.0, 3.0)))
-    plan = simulate(step, price)
-    assert comm(plan)[-1] == ("lane 0", "bucket 0", 9, 11)
-    assert [e for e in plan.events if e.track == "waits"] == [
-        ("waits", "forward", 2, 3),
-        ("waits", "backward", 6, 9),
-    ]
-    assert (plan.step_s, plan.exposed_s) == (12, 2)
-
-
-def test_waits_are_spread_over_backward() -> None:
-    """Half of backward's 4 seconds of waiting comes before the bucket at half of it: forward 0,
-    ready at 2 + 2.
-    """
-    step = Step(0, 4, 0, (SimulatedBucket(2, 1),), (Cost(0, 0), Cost(4.0, 0.0)))
-    (bucket,) = [event for event in simulate(step, price).events if event.name == "bucket 0"]
-    assert (bucket.start_s, bucket.end_s) == (4, 5)
-
-
-def test_waits_share_a_link_or_have_their_own() -> None:
-    """A bucket of 3 seconds is ready at 5; one of them passes beside compute, the others beside a
-    wait from 6 on.
-    """
-    step = Step(0, 2, 0, (SimulatedBucket(1, 3),), (Cost(0, 0), Cost(0.0, 8.0)))
-    own, shared = (simulate(replace(step, one_link=one_link), price) for one_link in (False, True))
-    buckets = [next(e for e in plan.events if e.name == "bucket 0") for plan in (own, shared)]
-    assert [(e.start_s, e.end_s) for e in buckets] == [(5, 8), (5, 10)]
-    assert (own.step_s, shared.step_s) == (10, 12)
