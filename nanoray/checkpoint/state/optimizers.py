@@ -167,7 +167,9 @@ def load_values(
             place, _, param = name.partition(".")
             if not param and place.startswith(f"{number}/"):
                 beside[unquote(place.partition("/")[2])] = tensor
-        device = member.param_groups[0]["params"][0].device
+        # Where ranks share a state, one of several optimizers may have nothing on this rank.
+        own = [p for group in member.param_groups for p in group["params"]]
+        device = own[0].device if own else torch.device("cpu")
         kept = put_together(values.get(str(number), {}), beside, device)
         if "dict" in kept:
             member.load_state_dict(kept["dict"])
