@@ -111,27 +111,6 @@ def test_a_rank_is_lost_in_a_step_that_leaves_gradients_absent(
     assert steps_of(newest.state.optimizer) == expected_steps(BRANCH)
 
 
-def test_a_state_that_a_rollback_leaves_behind_is_forgotten() -> None:
-    """A parameter without state in the checkpoint has none afterwards."""
-    from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
-    from nanoray.parallel.pieces import whole_shards
-
-    model = BY_NAME[BRANCH].model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs, targets = BY_NAME[BRANCH].batch(0, 3)  # none of them is marked
-    BY_NAME[BRANCH].loss_of(model, inputs, targets).backward()
-    optimizer.step()
-    saved = {k: v.clone() for k, v in optimizer_tensors(optimizer, whole_shards(model)).items()}
-
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    load_optimizer_tensors(optimizer, whole_shards(model), saved)
-    after = optimizer_tensors(optimizer, whole_shards(model))
-    assert after.keys() == saved.keys()
-    assert not [name for name in after if "extra" in name]
-
-
 @pytest.mark.parametrize(
     ("value", "exchanged"),
     [
@@ -152,19 +131,6 @@ def test_complete_sums_without_a_zero_need_no_exchange(value: list[float], excha
         computed = {"weight", "bias"} if rank else {"bias"}
         exchanges.append(exchanges_of(model, computed))
     assert exchanges == [exchanged] * 3
-
-
-@pytest.mark.parametrize("reason", ["shards", "a GPU", "a frozen parameter"])
-def test_where_sums_do_not_suffice_every_step_exchanges(reason: str) -> None:
-    model = torch.nn.Linear(2, 1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    if reason == "a frozen parameter":  # which one rank alone may unfreeze
-        model.bias.requires_grad_(False)
-    computed = {name for name, p in model.named_parameters() if p.requires_grad}
-    complete = reason != "shards"
-    device = "cuda" if reason == "a GPU" else "cpu"
-    assert exchanges_of(model, computed, complete, device)
 
 
 def exchanges_of(

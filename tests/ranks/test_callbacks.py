@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
 from nanoray.checkpoint.files import find_all
-from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json_lines
 
 STEPS = 4
@@ -154,58 +151,3 @@ def test_sys_exit_in_a_callback_stops_the_run_with_a_checkpoint(
     assert run.outcome["exit_reason"] == "stopped_by_script"
     assert find_all(run.folder)[0].name == "step_00000003"
     assert f"raised {type(error).__name__}" in capsys.readouterr().out
-
-
-def log_everywhere(self: Acts, *args: Any) -> None:
-    """Log from each hook."""
-    hook = "run_start"
-    if args and isinstance(args[0], dict):
-        hook = "run_end"
-    elif len(args) == 1:
-        hook = "checkpoint"
-    elif args:
-        hook = "step"
-        self.run.log({"my text": f"after {args[0]}", "a//b": np.float32(0.5)})
-    self.run.log({f"mine/{hook}": torch.tensor(len(args))})
-
-
-def test_logged_values_reach_the_files_from_each_hook(tmp_path: Path, plain: list[float]) -> None:
-    run = Fitted(tmp_path, Acts(log_everywhere, "all"), tensorboard=True)
-    assert run.losses == plain
-    by_step = {record["step"]: record for record in run.records}
-    assert [*by_step] == [1, 2, 3, 4]
-    for step, record in by_step.items():
-        assert record["my text"] == f"after {step}"
-        assert record["a//b"] == 0.5
-        assert record["mine/step"] == 2
-        assert ("mine/run_start" in record) == (step == 1)
-        # The last checkpoint and the end come after the last record, and complete it.
-        assert ("mine/checkpoint" in record) == (step == STEPS)
-        assert ("mine/run_end" in record) == (step == STEPS)
-
-    events = EventAccumulator(str(run.folder / "tb"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("mine/step")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("mine/run_end")] == [STEPS]
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
-    assert "my text/text_summary" in events.Tags()["tensors"]
-
-
-def test_each_kind_of_value_is_recorded_as_a_number_or_a_text(tmp_path: Path) -> None:
-    run = nanoray.Run(spec=None, rendezvous=None, given=frozenset())  # type: ignore[arg-type]
-    values = {
-        "int": 3,
-        "bool": True,
-        "tensor": torch.tensor([[0.5]], requires_grad=True),
-        "numpy": np.float64(0.25),
-        "text": "hello",
-        "nan": torch.tensor(math.nan),
-    }
-    run.log(values)
-    expected = {"int": 3, "bool": 1.0, "tensor": 0.5, "numpy": 0.25, "text": "hello", "nan": "nan"}
-    assert run.take_logged() == expected
-    assert run.take_logged() == {}
-    with pytest.raises(ConfigError, match="train/loss is a name of nanoray's own"):
-        run.log({"train/loss": 0})
-    with pytest.raises(TypeError):
-        run.log({"list": [1, 2]})

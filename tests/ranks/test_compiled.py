@@ -19,7 +19,7 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
-from tests.harness.images import image_spec, small_dataset
+from tests.harness.images import small_dataset
 from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import run_ranks, series
 from tests.ranks.test_own import open_own, points
@@ -41,41 +41,6 @@ def traced_only() -> None:
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
     return small_dataset(tmp_path_factory.mktemp("images"))
-
-
-def resnet(images: DatasetInfo, folder: Path, **settings: Any) -> RunSpec:
-    spec = image_spec(images, folder, **settings)
-    outcomes = run_ranks(spec, 2, timeout_s=300, first=traced_only)
-    assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
-    return spec
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "settings", [{"dp_mode": "ddp"}, {"dp_mode": "zero1", "sync_batchnorm": True}]
-)
-def test_a_compiled_resnet_resumes_to_the_bit(
-    images: DatasetInfo, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    """Its blocks are of three kinds here, in training, evaluation and a smaller last batch: more
-    than torch's limit.
-    """
-    settings |= {
-        "max_steps": 5,
-        "eval_every": 2,
-        "hash_every": 1,
-        "timeout_s": 120,
-        "init_timeout_s": 120,
-    }
-    eager = resnet(images, tmp_path / "eager", **settings)
-    whole = resnet(images, tmp_path / "whole", compile=True, **settings)
-    resnet(images, tmp_path / "cut", compile=True, stop_at=3, **settings)
-    rest = resnet(images, tmp_path / "cut", compile=True, resume="auto", **settings)
-    for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert series(rest, key) == series(whole, key), key
-        assert series(whole, key) == pytest.approx(series(eager, key), rel=1e-3), key
-    ours, theirs = final_tensors(rest), final_tensors(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 class Tower(nn.Module):

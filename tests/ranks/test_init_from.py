@@ -16,7 +16,7 @@ from nanoray.models.gpt import ModelShape
 from nanoray.train.rank import train
 from tests.harness import foreign
 from tests.harness.lasting_ranks import LastingRanks
-from tests.harness.ranks import make_spec, records, series
+from tests.harness.ranks import make_spec, series
 
 # As the weights are; plain SGD, so that a constant factor shows
 KEYS: dict[str, Any] = {
@@ -162,17 +162,3 @@ def test_a_resumed_run_does_not_read_them_again(
     assert "error" not in one.train(rest, train)[0]
     assert series(rest) == series(whole)
     assert json.loads((rest.folder / "config.json").read_text())["init_from"] == str(source)
-
-
-def test_all_ranks_refuse_what_rank_0_cannot_read(
-    two: LastingRanks, sources: dict[str, Path], text: Path, tmp_path: Path
-) -> None:
-    """None waits for another one: the file was there when the run was opened, and is gone now."""
-    source = tmp_path / "source.safetensors"
-    source.write_bytes(sources["dense"].read_bytes())
-    spec = make_spec(text, tmp_path / "runs", init_from=str(source), **KEYS)
-    source.unlink()
-    for outcome in two.train(spec, train):
-        assert outcome["error"] == "ConfigError"
-        assert f"does not see init_from = {source}" in outcome["message"]
-    assert not (spec.folder / "metrics.jsonl").exists() or records(spec) == []

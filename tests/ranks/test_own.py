@@ -174,35 +174,6 @@ def test_with_fsdp_each_group_cuts_a_copy_of_the_scripts_model(tmp_path: Path) -
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def with_a_frozen_part(run: Run) -> None:
-    model = nn.Sequential(
-        nn.Linear(3, 16), nn.Dropout(0.5).eval(), nn.Dropout(0.1), nn.Linear(16, 1)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
-    assert [module.training for module in model] == [True, False, True, True]
-
-
-def test_an_evaluation_leaves_frozen_modules_frozen(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", 1, with_a_frozen_part)
-    trained(tmp_path / "parts", 1, with_a_frozen_part, stop_at=5)  # after an evaluation
-    assert series(trained(tmp_path / "parts", 1, with_a_frozen_part, resume="auto")) == series(
-        whole
-    )
-
-
-def test_a_lowest_rate_above_the_optimizer_s_is_refused(tmp_path: Path) -> None:
-    """The configuration's own lr, which an optimizer replaces, is no measure of it."""
-    settings = {"lr": 0.1, "schedule": "cosine", "min_lr": 0.05}
-    spec = open_own(tmp_path, **settings)
-    given = frozenset({*settings} - {"lr"})
-    (outcome,) = run_ranks(spec, 1, train=Program(fit, given))
-    assert outcome["error"] == "ConfigError"
-    assert outcome["message"].startswith(
-        "min_lr = 0.05 is above the optimizer's lr = 0.02; lower min_lr"
-    ), outcome
-
-
 def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
     main = partial(fit, how="not fused")
     spec = trained(tmp_path, 1, main, on_nan="skip", faults="nan@rank=0,step=3")
@@ -277,23 +248,6 @@ def test_callbacks_hear_in_order_and_a_broken_one_costs_nothing(tmp_path: Path) 
     ]
 
 
-def test_the_rank_that_is_the_first_at_the_end_tells_its_callbacks(tmp_path: Path) -> None:
-    """Rank 0 is lost, and the run ends with the others."""
-    main, settings = (
-        partial(watched, path=tmp_path / "heard"),
-        {"recovery": "shrink", "eval_every": 0},
-    )
-    spec = open_own(tmp_path / "runs", faults="kill@rank=0,step=3", **settings)
-    outcome = run_elastic(spec, 2, groups=[[1]], train=Program(main, frozenset(settings)))
-    assert not [rank for rank in outcome.ranks.values() if rank.get("error", "Died") != "Died"], (
-        outcome
-    )
-    heard = (tmp_path / "heard").read_text().splitlines()
-    assert heard.count("start 2") == 1
-    assert heard.count("start 1") == 1, "the size of the group that is left"
-    assert heard[-1] == "end finished"
-
-
 def refused(main: Callable[[Run], Any], folder: Path) -> str:
     (outcome,) = run_ranks(open_own(folder), 1, train=Program(main, frozenset()))
     return f"{outcome['error']}: {outcome['message']}"
@@ -350,20 +304,6 @@ def test_data_that_cannot_be_read_are_told_why() -> None:
         DataError, match="a batch is a list of 3, but must be a pair of inputs and targets"
     ):
         OwnData([(1, 2, 3)], None, 0, 1, CPU).train_batch(0, 1)
-
-
-def test_batches_of_a_fixed_size_and_shrink_are_refused(tmp_path: Path) -> None:
-    """With fewer ranks a micro batch would need another size."""
-    (outcome, _) = run_ranks(
-        open_own(tmp_path, recovery="shrink"),
-        2,
-        train=Program(partial(fit, how="batches"), frozenset()),
-    )
-    assert outcome["error"] == "ConfigError"
-    assert (
-        "but the train data are batches of a fixed size; use recovery in_place"
-        in outcome["message"]
-    )
 
 
 def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:

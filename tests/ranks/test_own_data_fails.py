@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -217,36 +216,3 @@ def test_a_resume_with_a_dataset_of_another_length_is_refused(tmp_path: Path) ->
             "would be repeated and others left out; give the data of then"
         )
     assert [rank["step"] for rank in same] == [STEPS] * 2
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_in_one_process_a_short_batch_is_a_step_as_in_plain_torch(
-    tmp_path: Path, resumed: bool
-) -> None:
-    """Without a global batch a step is one batch of the loader, to the bit."""
-    from tests.harness.ranks import series
-
-    data = points(20, 1)
-    torch.manual_seed(1337)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    right: list[float] = []
-    while len(right) < 8:
-        for x, y in DataLoader(data, batch_size=8):
-            loss = nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            right.append(loss.item())
-
-    spec = open_own(tmp_path, global_batch_size=0, micro_batch_size=32, max_steps=8, eval_every=0)
-    ((outcome,),) = run_in_turn([Turn(spec, one_loader, frozenset(), 5 if resumed else 0)], 1)
-    assert outcome["step"] == 8, outcome
-    assert [*series(spec).values()] == right[:8]
-
-
-def one_loader(run: Run) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss)
-    engine.fit(DataLoader(points(20, 1), batch_size=8), None, 8)

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.find import newest_valid
@@ -21,7 +20,6 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.cli.folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.script.data.source import OwnData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
@@ -30,7 +28,6 @@ from tests.harness import own_runs
 from tests.harness.lasting_ranks import LastingRanks
 
 STEPS = 6
-BATCH = 12
 MICRO = 3
 SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 3, "micro_batch_size": MICRO}
 
@@ -67,84 +64,11 @@ def count(name: str, *arguments: Any) -> None:
     CALLS[name] += 1
 
 
-def count_steps(run: Run) -> None:
-    CALLS.clear()
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.register_step_post_hook(partial(count, "after a step"))
-    optimizer.register_step_pre_hook(partial(count, "before a step"))
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
-    (run.folder / f"calls{run.rank}.json").write_text(json.dumps(CALLS))
-
-
-def test_hooks_of_an_optimizer_run_once_in_a_step(pair: LastingRanks, tmp_path: Path) -> None:
-    """Neither the warm-up nor what is saved calls them."""
-    spec = trained(pair, count_steps, tmp_path, dp_mode="ddp")
-    for rank in range(2):
-        calls = json.loads((spec.folder / f"calls{rank}.json").read_text())
-        assert calls == {"before a step": STEPS, "after a step": STEPS}
-
-
 # A moving average of the weights.
 
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def average_of(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> AveragedModel:
-    """Return an average that follows the steps of the last optimizer."""
-    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.8))
-    optimizers[-1].register_step_post_hook(lambda *_: average.update_parameters(model))
-    return average
-
-
-def optimizers_of(model: Any, several: bool) -> list[torch.optim.Optimizer]:
-    if not several:
-        return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
-    return [
-        torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9),
-        torch.optim.Adam(model[2].parameters(), lr=0.01),
-    ]
-
-
-def fit_average(run: Run, several: bool = False) -> None:
-    model = network()
-    optimizers = optimizers_of(model, several)
-    average = average_of(model, optimizers)
-    given = optimizers if several else optimizers[0]
-    RuntimeEngine(model, given, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
-    torch.save(average.module.state_dict(), run.folder / f"average{run.rank}.pt")
-
-
-def plain_average(several: bool) -> dict[str, Tensor]:
-    torch.manual_seed(1337)
-    model = network()
-    optimizers = optimizers_of(model, several)
-    average = average_of(model, optimizers)
-    data = OwnData(points(50, 1), points(20, 2), 1337, BATCH, torch.device("cpu"))
-    for step in range(STEPS):
-        x, y = data.train_batch(BATCH * step, BATCH)
-        nn.functional.mse_loss(model(x), y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return average.module.state_dict()
-
-
-def averages(spec: RunSpec) -> list[dict[str, Tensor]]:
-    return [torch.load(spec.folder / f"average{rank}.pt") for rank in (0, 1)]
-
-
-@pytest.mark.parametrize(("mode", "several"), [("ddp_by_hand", False), ("ddp", True)])
-def test_an_average_that_follows_the_optimizer_is_that_of_a_plain_loop(
-    pair: LastingRanks, tmp_path: Path, mode: str, several: bool
-) -> None:
-    spec = trained(pair, partial(fit_average, several=several), tmp_path, dp_mode=mode)
-    expected = plain_average(several)
-    for average in averages(spec):
-        for name, p in expected.items():
-            assert torch.allclose(average[name], p, atol=1e-6), name
 
 
 # What a mode cannot call as torch does.

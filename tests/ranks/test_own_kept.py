@@ -237,29 +237,6 @@ def test_a_replacement_receives_all_of_it(tmp_path: Path, kind: str, mode: str) 
     require_equal(saved(spec), saved(whole))
 
 
-def fit_from(run: Run, seed: int) -> None:
-    model, optimizer = make("assorted", seed)
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(), points())
-
-
-@pytest.mark.full
-def test_a_replacement_receives_frozen_weights_that_a_resume_has_read(tmp_path: Path) -> None:
-    """The script begins the resumed run with others, which a new process has, too."""
-    settings = {"dp_mode": "fsdp", "stop_at": 2}
-    first = a_spec(tmp_path, **settings)
-    run_elastic(first, 2, train=Program(partial(fit_from, seed=5), frozenset(settings)))
-    settings = {"dp_mode": "fsdp", "resume": str(first.folder), "faults": "kill@rank=1,step=4"}
-    spec = a_spec(tmp_path, **settings)
-    outcome = run_elastic(spec, 2, train=Program(partial(fit_from, seed=9), frozenset(settings)))
-    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
-    assert len(outcome.left) == 1
-    model, _ = make("assorted")
-    kept = saved(spec).model
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            assert torch.equal(bytes_of(kept[name]), bytes_of(p.detach())), name
-
-
 def test_a_roll_back_restores_all_of_it(tmp_path: Path, two: LastingRanks) -> None:
     """The forwards of the bad step count for nothing, nor do those that explain it."""
     settings = {"on_nan": "rollback", "checkpoint_every": 2, "checkpoint_mode": "sync"}
@@ -301,68 +278,3 @@ def test_a_resume_with_other_weights_trained_is_refused(tmp_path: Path, two: Las
             "fsdp": "; resume with the model that wrote it",
         }
         assert words[mode] in outcomes[0]["message"]
-
-
-class Settling(nn.Module):
-    """A loss with a scale that is trained, and the mean of the errors that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(1))
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, output: Tensor, y: Tensor) -> Tensor:
-        error = nn.functional.mse_loss(output, y)
-        self.seen.lerp_(error.detach().reshape(1), 0.1)
-        return (error * (1 + self.seen) * self.scale.exp() - self.scale).sum()
-
-
-def settling(rank: int = 0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(5 + rank)
-    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
-    loss_fn = Settling()
-    parameters = [*model.parameters(), *loss_fn.parameters()]
-    return model, loss_fn, torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def fit_settling(run: Run) -> None:
-    model, loss_fn, optimizer = settling(run.rank)
-    RuntimeEngine(model, optimizer, run, loss_fn).fit(points(), points())
-
-
-def test_a_loss_that_is_a_module_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
-    spec = a_spec(tmp_path)
-    with LastingRanks(1) as alone:
-        outcomes = alone.train(spec, Program(fit_settling, frozenset()))
-    assert "error" not in outcomes[0], outcomes
-
-    model, loss_fn, optimizer = settling()
-    data = OwnData(points(), None, 1337, 12, torch.device("cpu"))
-    for step in range(STEPS):
-        x, y = data.train_batch(12 * step, 12)
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    kept = saved(spec).model
-    for prefix, module in (("model", model), ("loss_fn", loss_fn)):
-        for name, tensor in module.state_dict().items():
-            assert torch.equal(kept[f"{prefix}.{name}"], tensor), name
-
-
-@pytest.mark.parametrize("mode", ["ddp", *(pytest.param(m, marks=pytest.mark.full) for m in MODES)])
-def test_a_loss_that_is_a_module_is_restored_and_sent(
-    tmp_path: Path, two: LastingRanks, mode: str
-) -> None:
-    """A resume, and a rank that is replaced in place, have the same bits as a run without either."""
-    program = Program(fit_settling, frozenset())
-    whole = a_spec(tmp_path / "whole", dp_mode=mode)
-    two.train(whole, program)
-    two.train(a_spec(tmp_path / "parts", dp_mode=mode, stop_at=3), program)
-    rest = a_spec(tmp_path / "parts", dp_mode=mode, resume="auto")
-    two.train(rest, program)
-    require_equal(saved(rest), saved(whole))
-
-    spec = a_spec(tmp_path / "faults", dp_mode=mode, faults="kill@rank=0,step=4,phase=backward")
-    outcome = run_elastic(spec, 2, train=program)
-    assert len(outcome.left) == 1
-    require_equal(saved(spec), saved(whole))

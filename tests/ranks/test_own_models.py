@@ -54,13 +54,6 @@ def trained(folder: Path, world: int, main: Callable[[Run], None], **settings: A
     return spec
 
 
-def refused(folder: Path, world: int, main: Callable[[Run], None], **settings: Any) -> str:
-    _, found = outcomes(folder, world, main, **settings)
-    return " | ".join(
-        outcome.get("message", "") for outcome in found if outcome.get("error") == "ConfigError"
-    )
-
-
 def final(spec: RunSpec) -> dict[str, Tensor]:
     newest, _ = newest_valid(spec.checkpoints)
     assert newest
@@ -201,24 +194,3 @@ def test_layers_in_layers_are_gathered_apart(tmp_path: Path, kind: str) -> None:
         for mode in ("ddp", "fsdp")
     ]
     assert series(both[0]) == pytest.approx(series(both[1]), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "mode", "message"),
-    [
-        ("tied", "fsdp", "layers.0.weight belongs to several layers; use dp_mode zero2"),
-        (
-            "scaled",
-            "fsdp",
-            "scale is a single number; give it the shape (1,), or use dp_mode zero2",
-        ),
-        (
-            "small",
-            "fsdp",
-            "dp_mode = fsdp leaves rank 1 no element of this small model; use fewer ranks, or "
-            "dp_mode",
-        ),
-    ],
-)
-def test_what_cannot_be_cut_is_told(tmp_path: Path, kind: str, mode: str, message: str) -> None:
-    assert message in refused(tmp_path, 2, partial(points, kind=kind), dp_mode=mode)

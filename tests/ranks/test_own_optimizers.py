@@ -326,22 +326,6 @@ def test_a_rollback_goes_back_to_the_rates_of_the_checkpoint(
     assert steps.item() == STEPS, "the step that was rolled back counts once"
 
 
-def test_a_checkpoint_of_another_schedule_is_refused(ranks: LastingRanks, tmp_path: Path) -> None:
-    """In both directions: a run would go on at a wrong place of its schedule."""
-    for first, then, text in (
-        ("cosine", "none", "of step 2 has the state of CosineAnnealingLR, but the script gives no"),
-        ("none", "cosine", "of step 2 has the state of no scheduler, but the script gives Cosin"),
-        ("two", "cosine", "has the state of StepLR, ReduceLROnPlateau, but the script gives Cos"),
-    ):
-        folder = tmp_path / f"{first} {then}"
-        trained(ranks, folder, partial(fit, optimizer="SGD", scheduler=first), stop_at=2)
-        spec = open_own(folder, resume="auto")
-        main = Program(partial(fit, optimizer="SGD", scheduler=then), frozenset())
-        outcomes = ranks.train(spec, main)
-        assert [outcome.get("error") for outcome in outcomes] == ["CheckpointError"] * 2, outcomes
-        assert text in outcomes[0]["message"]
-
-
 # What a resume with another optimizer than the checkpoint's says: modes, the two optimizers, the text
 # of the note ("": none), and the text of the error ("": it goes on).
 ANOTHER: dict[str, tuple[str, str, str, str, str]] = {

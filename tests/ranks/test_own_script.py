@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import ConfigError
-from nanoray.script.data.source import OwnData
 from nanoray.script.engine import RuntimeEngine
 from tests.harness.commands import run, torchrun
 
@@ -123,50 +119,6 @@ def test_it_is_a_rank_under_torchrun_and_all_ranks_save_and_stop_together(tmp_pa
     ]
 
 
-IN_16_BITS = """
-torch.set_default_dtype(torch.bfloat16)  # for other parts of the script: weights and data are float32
-
-def summed(output, y):
-    return nanoray.Weighted(sum=101 * nn.functional.mse_loss(output, y) * len(y), weight=101.0 * len(y))
-
-loss_fn = summed if config.pop("loss") == "summed" else nn.functional.mse_loss
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-nanoray.RuntimeEngine(model, optimizer, config, loss_fn).fit(data, steps=5)
-"""
-
-
-@pytest.mark.parametrize(("loss", "ranks"), [("mean", 1), ("summed", 1), ("summed", 2)])
-def test_a_default_type_of_16_bits_rounds_no_loss_and_no_weight(
-    tmp_path: Path, loss: str, ranks: int
-) -> None:
-    command = [written(tmp_path, IN_16_BITS), f"loss={loss}", "grad_accum_steps=2"]
-    outputs = torchrun(ranks, *command, env=ONE_THREAD, cwd=tmp_path)
-    assert not [done.stderr for done in outputs if done.returncode]
-
-    # A plain loop over the same samples.
-    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
-    data = OwnData(TensorDataset(x, x.sum(1, keepdim=True)), None, 1337, 12, torch.device("cpu"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(5):
-        inputs, targets = data.train_batch(12 * step, 12)
-        optimizer.zero_grad()
-        mean = nn.functional.mse_loss(model(inputs), targets)
-        mean.backward()
-        optimizer.step()
-        losses.append(mean.item())
-
-    (folder,) = (tmp_path / "runs").iterdir()
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["train/loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
-    found, _ = newest_valid(folder / "checkpoints")
-    assert found
-    for name, p in model.state_dict().items():
-        assert torch.allclose(found.state.model[name], p, atol=1e-6), name
-
-
 CUT = """
 engine = nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss)
 engine.fit(data, steps=3)
@@ -228,21 +180,6 @@ def test_auto_goes_on_with_the_same_script_and_says_what_was_edited(tmp_path: Pa
     assert "finished 6 steps" in done.stdout
 
 
-def test_an_error_that_is_not_caught_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
-    fit = "nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss).fit(data)\n"
-    # A real interpreter: the hook for errors belongs to it.
-    command = [sys.executable, written(tmp_path, fit), "workers=2"]
-    done = subprocess.run(
-        command, env=ONE_THREAD, cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: workers = 2, but this is 1 process(es); start `torchrun --nproc-per-node 2 "
-        "SCRIPT.py`, or put the script into a function for nanoray.launch(main, config)\n"
-    )
-    assert not (tmp_path / "runs").exists()
-
-
 # In this process, as in a cell of a notebook.
 
 
@@ -256,39 +193,6 @@ def an_engine(folder: Path, **settings: Any) -> tuple[RuntimeEngine, TensorDatas
     config.pop("callbacks", None)
     engine = RuntimeEngine(model, optimizer, config, nn.functional.mse_loss, callbacks)
     return engine, TensorDataset(x, x.sum(1, keepdim=True))
-
-
-OF_A_SET = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        names = {"one", "two", "three", "four", "five", "six", "seven", "eight"}
-        self.towers = nn.ModuleDict({name: nn.Linear(3, 1) for name in names})
-
-    def forward(self, x):
-        return sum(self.towers[name](x) for name in sorted(self.towers))
-
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss).fit(data, steps=3)
-"""
-
-
-def test_modules_in_the_order_of_a_set_are_refused_in_one_line(tmp_path: Path) -> None:
-    # Real interpreters: each has its own hashes of texts, and the hook for errors belongs to them.
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, written(tmp_path, OF_A_SET), "dp_mode=zero1"]
-    done = subprocess.run(
-        command, env=ONE_THREAD, cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 1
-    assert "step 1/3" not in done.stdout
-    line = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert re.fullmatch(
-        r"error: rank 1 has towers\.\w+\.weight \(1, 3\) float32 as parameter or buffer \d+ of the "
-        r"model, and rank 0 has towers\.\w+\.weight \(1, 3\) float32; .* sorted\(names\) .*",
-        line,
-    )
 
 
 class Interrupts(nanoray.Callback):

@@ -4,7 +4,6 @@ divided among ranks and micro batches. The right values are one process and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from nanoray import Weighted
-from nanoray.models.weighted import mean_of
 from nanoray.script.data.source import OwnData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.run import Run
@@ -149,42 +147,3 @@ def test_the_gradient_is_that_of_the_whole_batch(tmp_path: Path, world: int) -> 
         prefix = "layers." if case.with_loss else ""
         for key, theirs in expected.weights.items():
             assert torch.allclose(ours[prefix + key], theirs, atol=case.tolerance), (name, key)
-
-
-def changes_its_mind(run: Run, later: Callable[[Weighted], Any]) -> None:
-    calls = []
-
-    def loss_fn(logits: Tensor, y: Tensor) -> Any:
-        calls.append(1)
-        loss = summed(logits, y)
-        return loss if len(calls) < 3 else later(loss)
-
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    RuntimeEngine(model, optimizer, run, loss_fn).fit(words(), None, STEPS)
-
-
-def nothing(loss: Weighted) -> None:
-    pass
-
-
-def as_number(loss: Weighted) -> float:
-    return loss.sum.item()
-
-
-@pytest.mark.parametrize(
-    ("later", "message"),
-    [
-        (mean_of, "the loss is nanoray.Weighted for some batches and a me"),
-        (nothing, "the loss of a batch is a NoneType; return its mean"),
-        (as_number, "the loss of a batch is a float; return"),
-    ],
-    ids=["a mean", "None", "a number"],
-)
-def test_a_later_loss_of_another_kind_is_an_error_of_one_line(
-    tmp_path: Path, later: Callable[[Weighted], Any], message: str
-) -> None:
-    spec = open_own(tmp_path, global_batch_size=BATCH, max_steps=STEPS)
-    ((outcome,),) = run_in_turn([Turn(spec, partial(changes_its_mind, later=later))], 1)
-    assert outcome["error"] == "ConfigError"
-    assert outcome["message"].startswith(message)

@@ -11,17 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from nanoray.checkpoint.find import newest_rank_states
 from nanoray.checkpoint.run import RunSpec
-from nanoray.errors import DataError
 from nanoray.parallel.rendezvous import Rendezvous
-from nanoray.script.data.source import OwnData, source_of
-from nanoray.script.data.stream import KEPT, Stream, pack, unpack
+from nanoray.script.data.stream import KEPT, Stream, unpack
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
@@ -30,7 +27,6 @@ from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, series
 from tests.ranks.test_own import open_own, trained
 
-CPU = torch.device("cpu")
 EPOCH = 7  # batches, so 8 steps end in a later epoch
 
 
@@ -183,64 +179,3 @@ def test_older_batches_are_kept_or_read_again_from_an_older_state() -> None:
         assert torch.equal(x_of(number, other), x)
     assert torch.equal(x_of(3, other), later[3])
     assert other.first() == batches.first(), "the ranks compare the first batch"
-
-
-def test_a_state_is_what_it_was() -> None:
-    state = {
-        "numbers": [1, 2.5, True, None, -0.0, 2**100],
-        "text": "é",
-        "pair": (1, (2, [3])),
-        3: {"": b"\x00\xff"},
-        "tensor": torch.arange(6, dtype=torch.int16).view(2, 3),
-        "bf16": torch.ones(2, dtype=torch.bfloat16),
-        "scalar": torch.tensor(True),
-        "none": torch.empty(0, 4),
-        "array": np.random.default_rng(0).normal(size=(2, 2)),
-        "generator": np.random.default_rng(0).bit_generator.state,
-    }
-    found = unpack(pack(state))
-    assert found.keys() == state.keys()
-    for key in ("tensor", "bf16", "scalar", "none"):
-        assert found[key].dtype == state[key].dtype
-        assert torch.equal(found[key], state[key])
-    assert found["array"].tobytes() == state["array"].tobytes()
-    for key in ("numbers", "text", "pair", 3, "generator"):
-        assert found[key] == state[key]
-    with pytest.raises(
-        DataError, match=r"has a Generator at state/rng/0, which a checkpoint cannot hold; let"
-    ):
-        pack({"rng": [torch.Generator()]})
-    with pytest.raises(
-        DataError, match=r"has a ndarray at state/a, which a checkpoint cannot hold"
-    ):
-        pack({"a": np.array([object()])})
-
-
-class WithNone(Noted):
-    def __iter__(self) -> Iterator[Any]:
-        yield None
-
-
-def test_streams_that_cannot_be_read_are_told_why() -> None:
-    with pytest.raises(DataError, match="a batch is None; leave it out of the data"):
-        OwnData(WithNone(4), None, 0, 4, CPU).train_batch(0, 4)
-    assert not isinstance(source_of(nn.ModuleList([nn.Tanh()]), "train"), Stream), "it has an index"
-
-
-class Drifts:
-    """Another first batch in each pass."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        for number in range(3 * KEPT):
-            yield torch.full((2, 1), float(self.passes * number + self.passes)), torch.zeros(2, 1)
-
-
-def test_a_stream_that_begins_otherwise_is_not_read_again() -> None:
-    stream = Stream(Drifts(), "train")
-    for number in range(2 * KEPT):
-        stream.batch(number)
-    with pytest.raises(DataError, match="another first batch when they are iterated again, so no"):
-        stream.batch(1)

@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.config import make_config
-from nanoray.errors import ConfigError
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.script.checks import require_sharable
-from nanoray.script.settings import DEFAULTS, loaded_of
 
 CHANNELS = 3
 OPTIONS: list[dict[str, Any]] = [
@@ -131,53 +127,3 @@ def test_synchronised_norms_are_those_of_all_samples(
     torch.testing.assert_close(a.grad * 2, b.grad, **close)
     statistics.add_up()
     statistics.commit()
-
-
-class WithActivation(nn.BatchNorm2d):
-    """As libraries of image models have it: norm and activation in one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(super().forward(x))
-
-
-def test_statistics_that_a_script_switches_off_stay_as_they_are() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(CHANNELS))
-    adopt_norms(model)
-    norm: Any = model[0]
-    statistics = statistics_of(model)
-    norm.track_running_stats = False
-    before = copy.deepcopy(norm.state_dict())
-    statistics.begin()
-    model(samples((8, CHANNELS), 1))
-    statistics.add_up()
-    statistics.commit()
-    assert all(torch.equal(before[name], tensor) for name, tensor in norm.state_dict().items())
-
-    # Without them an evaluation normalises by its own batch, as torch does.
-    norm.running_mean = None
-    norm.running_var = None
-    model.eval()
-    x = samples((8, CHANNELS), 1)
-    assert torch.equal(model(x), nn.BatchNorm1d(CHANNELS, track_running_stats=False)(x))
-    statistics.add_up()
-    statistics.commit()
-
-
-def test_a_norm_that_cannot_be_synchronised_as_asked_is_refused() -> None:
-    config = loaded_of({"sync_batchnorm": True}).config
-    with pytest.raises(ConfigError, match="would be ignored: Sequential has no batch norm"):
-        require_sharable(nn.Sequential(nn.Linear(3, 3)), config, 2)
-    own = nn.Sequential(nn.Linear(3, 3), WithActivation(3))
-    adopt_norms(own)
-    with pytest.raises(ConfigError, match="by 1, a WithActivation with a forward of its own; drop"):
-        require_sharable(own, config, 2)
-
-    graphs = make_config(DEFAULTS | {"compile": "cuda_graphs"})
-    synchronised = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
-    adopt_norms(synchronised)
-    with pytest.raises(ConfigError, match="cuda_graphs with a SyncBatchNorm, 1: its ranks"):
-        require_sharable(synchronised, graphs, 2)
-
-    group: Any = object()
-    with pytest.raises(ConfigError, match="0 is a SyncBatchNorm with a process_group of its own"):
-        adopt_norms(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -133,46 +132,6 @@ def test_modes_differ_as_their_table_says(
     assert ddp["activations"] == fsdp["activations"]
     assert "mirror" in zero1
     assert "mirror" not in parts(dry(tmp_path, capsys, dp_mode="zero1", mirror="off"))
-
-
-class Looks(nn.Module):
-    """Its forward looks at values, which fake tensors do not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum().item() > 0 else x
-
-
-class Sized(torch.optim.SGD):
-    """It works for parameters of the sizes that it was made for, and no others."""
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(params, lr=0.1)
-        self.sizes = {p.shape for p in self.param_groups[0]["params"]}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert self.sizes >= {p.shape for p in self.param_groups[0]["params"]}
-        super().step()
-
-
-def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def main(run: Run) -> None:
-        model, x = Looks(), torch.randn(8, 3)
-        optimizer = Sized(model.parameters())
-        RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(TensorDataset(x, x))
-
-    config = {"micro_batch_size": 2, "device": "cpu", "dry_run": True}
-    assert nanoray.launch(main, config, ray=False) == 0  # type: ignore[operator]
-    out = capsys.readouterr().out
-    assert (
-        "memory     without activations: a forward on fake tensors failed "
-        "(DataDependentOutputException" in out
-    )
-    assert "memory     without the state of Sized, which is not one of torch's own" in out
-    assert parts(out).keys() == {"parameters", "gradients"}
 
 
 def test_bf16_keeps_smaller_activations_and_nothing_is_changed() -> None:

@@ -20,8 +20,6 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from nanoray.config import Batch
 from nanoray.data.tokens import MicroBatches
-from nanoray.errors import DataError
-from nanoray.script.data.batch import Counted, as_pair, counted
 from nanoray.script.data.epochs import Epochs
 from nanoray.script.data.source import Items, OwnData, source_of
 from nanoray.script.data.stream import Stream
@@ -100,45 +98,7 @@ def test_augmentation_depends_on_the_sample_alone() -> None:
     assert torch.equal(noise(1, 3), alone)
 
 
-def test_a_batch_is_not_the_loaders_own_memory() -> None:
-    """A model may change its inputs in place, and the first batch is read more than once."""
-    x = torch.ones(2, 3)
-    data = OwnData(Stored(x), None, 0, 2, CPU)
-    data.train_batch(0, 2)[0].zero_()
-    assert x.eq(1).all()
-
-
-class Stored:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __iter__(self) -> Any:
-        yield self.x, self.x
-
-
 x, y, image = torch.zeros(5, 3), torch.zeros(5), torch.zeros(3, 8, 8)
-BATCHES = {
-    "two tensors": ((x, y), 5),
-    "texts first": ({"text": ["a"] * 5, "x": x}, 5),
-    "parts of all samples": (([x, torch.zeros(5)], [y, y]), 5),
-    "images and boxes": (((image,) * 2, ({"boxes": torch.zeros(1, 4)}, {"boxes": x})), 2),
-    "no sample": ((x[:0], y[:0]), 0),
-    "lists of two lengths": ((["a"] * 4, ["b"] * 3), None),
-    "no tensor": (({"scale": 1.0}, 2), None),
-}
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_samples_are_counted_by_the_dimension_that_tensors_agree_on(name: str) -> None:
-    batch, right = BATCHES[name]
-    if right is not None:
-        assert counted(batch)[1] == right
-        return
-    with pytest.raises(DataError, match="do not say how many samples it has"):
-        counted(batch)
-    assert counted(Counted(batch, 3)) == (as_pair(batch), 3)
-
-
 SCRIPT = """
 import os, sys, time, torch
 from torch.utils.data import DataLoader

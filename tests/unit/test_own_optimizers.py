@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -15,7 +14,6 @@ from torch import nn, optim
 from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.checkpoint.state.optimizers import changed_groups, group_values, load_groups, values_of
 from nanoray.errors import ConfigError
-from nanoray.models.values import put_together, take_apart
 from nanoray.parallel.pieces import Shard, whole_shards
 from nanoray.script.optimizer import (
     ELEMENTWISE,
@@ -145,21 +143,3 @@ def test_pieces_are_updated_as_the_whole_is(make: Make) -> None:
         for shard in side:
             expected = shard.piece.take(updated[shard.piece.name].detach())
             assert torch.allclose(shard.param, expected, rtol=1e-5, atol=1e-7), shard.piece.name
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        2**70,
-        0.1,
-        "text",
-        (1, [2.5, None], ()),
-        {"betas": [np.float32(0.1), np.int64(3), np.bool_(False)]},
-        torch.arange(3, dtype=torch.int16),
-        {"deep": [torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 2)]},
-    ],
-)
-def test_values_keep_their_types(value: Any) -> None:
-    for tensors in (None, {}):
-        text = json.dumps(take_apart(value, "value", tensors), allow_nan=False)
-        assert same(put_together(json.loads(text), tensors), value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.files import save
-from nanoray.checkpoint.state.state_dict import StateDict
-from nanoray.cli.checkpoint import main as checkpoint
 from nanoray.errors import ConfigError
 from nanoray.machine.tensor_memory import bytes_of
 from nanoray.models.modules import Undisturbed, extra_states, join, split
@@ -164,22 +160,3 @@ def test_a_scripted_module_is_restored_in_place() -> None:
         model(torch.randn(5, 3))
     assert model.num_batches_tracked == 0
     require_storable(model, sharded=True)
-
-
-def test_a_safetensors_file_is_refused_for_values_and_a_torch_file_holds_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = KEEPERS["extra states"]()
-    tensors, values = split(model.state_dict())
-    meta = {"step": 1, "model_shape": {}, "entries": values}
-    save(tmp_path, StateDict(tensors, {}, meta=meta), keep=1)
-    assert checkpoint(["export", str(tmp_path), "--out", str(tmp_path / "m.safetensors")]) == 2
-    assert (
-        "0._extra_state is no tensor, and a safetensors file holds tensors only; give --out"
-        in capsys.readouterr().err
-    )
-    assert checkpoint(["export", str(tmp_path), "--out", str(tmp_path / "m.pt")]) == 0
-    other = KEEPERS["extra states"]()
-    other.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True), strict=True)
-    assert other[0].notes["best"] == float("inf")
-    assert other[0].notes["names"] == ["a", ("b", None, True)]
