@@ -59,34 +59,6 @@ def test_resume_in_the_middle_of_an_epoch_changes_no_bit(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_modes_by_hand_agree_bit_for_bit(images: DatasetInfo, tmp_path: Path, world: int) -> None:
-    modes = ("ddp_by_hand", "zero1", "zero2")
-    runs = [trained(images, tmp_path / mode, world, dp_mode=mode) for mode in modes]
-    for run in runs[1:]:
-        assert series(run) == series(runs[0])
-        assert series(run, "val/loss") == series(runs[0], "val/loss")
-        assert equal(final(run), final(runs[0]))
-
-
-@pytest.mark.full
-def test_a_run_goes_on_with_another_mode(images: DatasetInfo, tmp_path: Path) -> None:
-    """Running statistics and momentum go along, from whole weights to shards and back."""
-    settings = {"sync_batchnorm": True, "precision": "fp32"}
-    alone = trained(images, tmp_path / "alone", 1, **settings)
-    for mode, world, stop in (("ddp", 2, 2), ("fsdp", 3, 5), ("zero1", 2, 0)):
-        spec = trained(
-            images, tmp_path / "run", world, dp_mode=mode, stop_at=stop, resume="auto", **settings
-        )
-    assert series(spec) == pytest.approx(series(alone), abs=2e-3)
-    assert len([*spec.folder.parent.iterdir()]) == 1, "all in one run"
-    theirs = final(alone).model
-    assert final(spec).model.keys() == theirs.keys()
-    for name in ("stem_norm.running_var", "blocks.2.norm2.running_mean"):
-        assert torch.allclose(final(spec).model[name], theirs[name], atol=2e-2), name
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "mode"),
     [
@@ -167,20 +139,6 @@ def test_a_newcomer_gets_running_statistics_and_momentum_and_a_flipped_one_is_he
     assert found["after"][0] == found["shared"][0]
 
 
-@pytest.mark.full  # near to test_synchronised_norms_train_as_one_process_does
-def test_every_number_of_ranks_trains_on_the_same_images(
-    images: DatasetInfo, tmp_path: Path
-) -> None:
-    """With synchronised norms the loss of each step is that of one process, across the end of an
-    epoch.
-    """
-    plain = {"momentum": 0.0, "sync_batchnorm": True}
-    runs = [trained(images, tmp_path / str(world), world, **plain) for world in (1, 2, 3)]
-    for run in runs[1:]:
-        assert series(run) == pytest.approx(series(runs[0]), abs=2e-4)
-        assert series(run, "train/samples") == series(runs[0], "train/samples")
-
-
 @pytest.mark.parametrize("on_nan", [pytest.param("skip", marks=pytest.mark.full), "rollback"])
 def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
     images: DatasetInfo, tmp_path: Path, on_nan: str
@@ -192,20 +150,3 @@ def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
     assert last["fault/skipped_steps" if on_nan == "skip" else "fault/rollbacks"] == 1
     assert math.isfinite(last["val/loss"])
     assert all(torch.isfinite(tensor).all() for tensor in final(spec).model.values())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
-def test_fp16_and_bf16_train_with_momentum(
-    images: DatasetInfo, tmp_path: Path, precision: str
-) -> None:
-    """fp16's first scales overflow: the updates that are left out leave the momentum at zero."""
-    settings = {
-        "precision": precision,
-        "sync_batchnorm": precision == "bf16",
-        "max_steps": 4,
-        "eval_every": 0,
-    }
-    spec = trained(images, tmp_path, 2, **settings)
-    assert all(math.isfinite(loss) for loss in series(spec).values())
-    assert all(torch.isfinite(tensor).all() for tensor in final(spec).optimizer.values())

@@ -213,37 +213,6 @@ def test_auto_finds_the_run_there_but_takes_what_is_newer_here(
 
 
 @pytest.mark.full
-def test_a_server_lost_in_the_middle_of_a_checkpoint_has_it_whole_afterwards(
-    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"s3://{BUCKET}/lost"
-    with s3_server() as server, proxy_before(server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        there = Store(url)
-        proxy.bytes_per_s = 100e3
-        flags = ["--checkpoint_every", "12", "--upload", url, "--stop_at", "20"]
-        command = start(
-            recipe, tmp_path / "a", *flags, "--faults", WAITS.format(8), endpoint=proxy.url
-        )
-        wait_until(lambda: any("step_00000012/" in name for name in there.sizes("")))
-        proxy.cut()
-        (folder,) = (tmp_path / "a").iterdir()
-        assert not whole_there(there, folder.name), "it was lost too late"
-        wait_until(lambda: "it is tried again" in command.output)
-        proxy.bytes_per_s = float("inf")
-        proxy.refuses = False
-        assert command.wait(120) == 0, command.output
-        assert losses(folder) == losses(undisturbed)
-        assert "upload   works again" in command.output
-        assert ": all is there, newest step_00000020" in command.output
-        for step in ("step_00000012", "step_00000020"):
-            assert step in whole_there(there, folder.name)
-            files = there.sizes(f"{folder.name}/checkpoints/{step}")
-            here = folder / "checkpoints" / step
-            assert files == {path.name: path.stat().st_size for path in here.iterdir()}
-
-
-@pytest.mark.full
 def test_rank_0_of_a_launcher_killed_during_an_upload_leaves_nothing_and_a_resume_sends_the_rest(
     recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,38 +116,6 @@ def test_a_ready_machine(machine: Machine, capsys: pytest.CaptureFixture[str]) -
     assert len({re.match(r"\S+ +", line).end() for line in lines[:-1]}) == 1  # type: ignore[union-attr]
 
 
-def test_slices_are_below_their_card(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    machine.gpus(*cut("a", "1g.18gb", "1g.18gb"), build="13.0", nccl=(2, 29, 7)).set(
-        check, driver_cuda="13.0"
-    )
-    assert check.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "cuda       driver up to CUDA 13.0 · NCCL 2.29.7" in lines
-    card = lines.index("gpu 0      NVIDIA H200 · 140.4 GiB · GPU-a · MIG mode")
-    assert lines[card + 1] == "  slice 0  NVIDIA H200 MIG 1g.18gb · 140.4 GiB · MIG-a0"
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--devise", "cpu"], "error: unknown flag --devise; did you mean --device?"),
-        (
-            ["--dry_run"],
-            "error: dry_run cannot take effect: the check never starts anything; drop --dry_run",
-        ),
-        (
-            ["--quiet"],
-            "error: quiet cannot take effect: the check never starts anything; drop --quiet",
-        ),
-    ],
-)
-def test_wrong_flags(
-    argv: list[str], text: str, machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert check.main(argv) == 2
-    assert capsys.readouterr().err.strip() == text
-
-
 # --- what would run where ---
 
 
@@ -200,16 +168,6 @@ def test_an_impossible_backend(machine: Machine) -> None:
     assert fatal
 
 
-@pytest.mark.parametrize(("device", "fatal"), [("auto", True), ("cpu", False)])
-def test_gpus_with_a_cpu_build_of_torch(device: str, fatal: bool, machine: Machine) -> None:
-    machine.gpus(gpu("a"))
-    assert problem(look(device=device)) == (
-        "this torch has no CUDA, but there are GPUs",
-        "install its CUDA build, or --device cpu",
-        fatal,
-    )
-
-
 def test_a_driver_older_than_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gpus(gpu("a"), build="13.0", nccl=(2, 29, 7))
     monkeypatch.setattr(NVML, "nvmlSystemGetCudaDriverVersion", lambda: 12040)
@@ -228,22 +186,6 @@ def test_mig_mode_without_slices(machine: Machine, capsys: pytest.CaptureFixture
     assert not fatal
     assert check.main([]) == 0
     assert capsys.readouterr().out.endswith("\n1 problem(s), but it can train\n")
-
-
-def test_disk(machine: Machine, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    what, remedy, fatal = problem(look(out_dir="file/runs"))
-    assert (what, remedy, fatal) == (
-        "out_dir = file/runs cannot be written",
-        "give another --out_dir",
-        True,
-    )
-    assert look(out_dir="not/yet/there").problems == []
-    assert not (tmp_path / "not").exists()  # looking makes nothing
-    machine.patch.setattr(
-        check.shutil, "disk_usage", lambda _: SimpleNamespace(free=check.GIB // 2, total=1)
-    )
-    assert problem(look()) == ("out_dir = runs has 0.5 GiB free, less than 1", "free some", False)
 
 
 def test_a_ray_cluster_is_asked_whether_it_answers(machine: Machine) -> None:

@@ -144,31 +144,6 @@ def test_the_variables_of_a_statefulset(recipe: Path, tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == list(range(1, 21))
 
 
-@pytest.mark.parametrize(
-    ("flags", "env", "code", "message"),
-    [
-        (
-            ["--workers", "2"],
-            {},
-            2,
-            "workers = 2, but this is 1 process(es); start `torchrun --nproc-per-node 2",
-        ),
-        (["--resume", "/nowhere"], {}, 4, "/nowhere"),
-        (["--out_dir", "/proc/none"], {}, 2, "cannot make a run folder in out_dir = /proc/none"),
-        (["--faults", "kill"], {}, 2, "is not KIND@rank=R,step=S"),
-    ],
-)
-def test_refusals(
-    recipe: Path, tmp_path: Path, flags: list[str], env: dict[str, str], code: int, message: str
-) -> None:
-    out = [] if "--out_dir" in flags else ["--out_dir", str(tmp_path)]
-    done = python("nanoray.train", "--config", str(recipe), *out, *flags, **env)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_resume_of_a_path_needs_no_other_flag(recipe: Path, tmp_path: Path) -> None:
     """As the last lines of every run suggest: the run's own configuration, and more steps."""
     done = python(
@@ -206,23 +181,6 @@ def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
     assert all(t.startswith("abc") for t in texts)
     assert first.stdout == second.stdout, "a run folder and its out_dir's newest run are the same"
     assert "step 20" in first.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (["/nowhere"], 2, "no run in /nowhere; give the folder of a run"),
-        (["RUN", "--device", "cuda:99"], 2, "error: device = cuda:99 cannot be used here"),
-    ],
-)
-def test_sample_refuses(
-    one_process: tuple[Path, str], args: list[str], code: int, message: str
-) -> None:
-    process = python(
-        "nanoray", "sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args]
-    )
-    assert process.returncode == code
-    assert message in process.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from nanoray.data import tokenizer
 from nanoray.data.dataset import DatasetInfo, cache_dir
 from nanoray.data.prepare import prepare
 from nanoray.data.tokenizer import (
-    ByteTokenizer,
     CharTokenizer,
     tokenizer_from_json,
 )
@@ -134,28 +132,6 @@ def test_char_round_trip(text: str) -> None:
     assert again.vocab_size == len(set(text))
 
 
-@quick
-@given(st.text())
-def test_byte_round_trip(text: str) -> None:
-    made = tokenizer_from_json(ByteTokenizer().to_json())
-    assert made.encode(text).tolist() == list(text.encode())
-    assert made.decode(made.encode(text)) == text
-
-
-@pytest.mark.parametrize("unknown", ["z", "\U0001f37a", "\n", "!"])
-def test_unknown_character(unknown: str) -> None:
-    text = refused(lambda: CharTokenizer("abc").encode("ab" + unknown))
-    assert f"character {unknown!r} at offset 2 is not among the 3 characters" in text
-    assert "--tokenizer byte" in text
-
-
-def test_large_alphabets_need_uint32() -> None:
-    made = CharTokenizer("".join(map(chr, range(0x10000, 0x10000 + 65537))))
-    assert made.encode(made.chars[-1]).dtype == np.uint32
-    assert made.encode(made.chars[-1]).tolist() == [65536]
-    assert CharTokenizer(made.chars[1:]).encode("").dtype == np.uint16
-
-
 def test_gpt2_speaks_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real tiktoken with a toy vocabulary: bytes and one merge. The real one needs a download."""
     tiktoken = pytest.importorskip("tiktoken")
@@ -187,45 +163,6 @@ def test_text_file(sample_file: Path, kind: str, vocab: int) -> None:
     assert info.tokens_sha256 == hashlib.sha256(train.tobytes() + val.tobytes()).hexdigest()
     assert DatasetInfo.from_dict(json.loads(json.dumps(info.to_dict()))) == info
     assert files(info.path) == [".verified.json", "meta.json", "train.bin", "val.bin"]
-
-
-def test_line_ends_and_multibyte_characters_survive(tmp_path: Path) -> None:
-    text = "naïve\r\ncafé\r" * 30
-    (tmp_path / "t.txt").write_bytes(text.encode())
-    info = prepare(config(tmp_path / "t.txt"))
-    both = np.concatenate(
-        [np.fromfile(info.path / f"{s}.bin", np.uint16) for s in ("train", "val")]
-    )
-    assert bytes(both.astype(np.uint8)) == text.encode()
-    assert info.train_tokens == len(text[: int(len(text) * 0.9)].encode())  # cut between characters
-
-
-def test_missing(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(sample_file.parent)
-    text = refused(lambda: prepare(config("shakespear")))
-    find_line(text, "no dataset shakespear", "auto, shakespeare, stdlib", "file", "folder")
-    assert text.endswith("did you mean shakespeare?")
-    for odd in ("/nowhere/at/all", "x" * 5000, "a\0b"):
-        assert refused(lambda o=odd: prepare(config(o))).endswith("check the path")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty; name a UTF-8 text file with --dataset PATH"),
-        (
-            b"caf\xe9 au lait",
-            "is not UTF-8: byte 0xe9 at offset 3 (invalid continuation byte); convert it",
-        ),
-        (
-            b"0123456789" * 8,
-            "the val split has 8 tokens, but block_size + 1 = 9 are needed; use a longer text, or ",
-        ),
-    ],
-)
-def test_bad_text(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "bad.txt").write_bytes(content)
-    assert message in refused(lambda: prepare(config(tmp_path / "bad.txt")))
 
 
 @quick
@@ -279,13 +216,6 @@ def test_damaged_cache_is_rebuilt(sample_file: Path, victim: str, content: bytes
     assert prepare(config(sample_file)).note == info.note
 
 
-def test_racing_processes_all_succeed(sample_file: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        infos = list(pool.map(lambda _: prepare(config(sample_file)), range(24)))
-    assert len({i.tokens_sha256 for i in infos}) == 1
-    assert files(infos[0].path) == [".verified.json", "meta.json", "train.bin", "val.bin"]
-
-
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_a_failed_write_leaves_the_old_file_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
@@ -334,20 +264,6 @@ def test_failed_download(
     assert files(cache_dir(config())) == []
 
 
-def test_a_damaged_cached_copy_is_replaced_by_a_good_one_only(play: bytes) -> None:
-    cached = cache_dir(config()) / "shakespeare.txt"
-    cached.parent.mkdir(parents=True)
-    cached.write_bytes(b"old and damaged")
-    with serve((200, b"worse")) as (url, _):
-        refused(lambda: prepare(config("shakespeare", data_url=url)))
-    assert cached.read_bytes() == b"old and damaged"
-    with serve((200, play)) as (url, _):
-        note = prepare(config("shakespeare", data_url=url)).note
-    assert cached.read_bytes() == play
-    assert note.endswith("the damaged cached copy was replaced")
-    assert not [f for f in files(cached.parent) if f.endswith(".tmp")]
-
-
 def test_auto_prefers_what_is_cached_or_can_be_had(
     play: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,28 +272,6 @@ def test_auto_prefers_what_is_cached_or_can_be_had(
         assert prepare(config("auto")).name == "shakespeare"
     assert prepare(config("auto")).name == "shakespeare"
     assert len(asked) == 1
-
-
-def test_stdlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    info = prepare(config("stdlib", block_size=64))
-    text = bytes(np.fromfile(info.path / "train.bin", np.uint16).astype(np.uint8))
-    assert 1_000_000 < info.train_tokens + info.val_tokens <= data._STDLIB_BYTES
-    assert b"def " in text
-    assert b"\0" not in text
-    assert prepare(config("stdlib", block_size=64)) == info
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    assert f"there are no source files in {tmp_path}/none" in refused(
-        lambda: prepare(config("stdlib"))
-    )
-
-
-def test_real_shakespeare(shakespeare: Path) -> None:
-    info = prepare(config("shakespeare", data_url=str(shakespeare), block_size=64))
-    # what nanoGPT's data/shakespeare_char/prepare.py prints
-    assert (info.vocab_size, info.train_tokens, info.val_tokens) == (65, 1_003_854, 111_540)
-    assert info.tokenizer["chars"].startswith("\n !$&',-.3:;?ABC")
-    x, _ = TokenData(info, 64, 0).val_batch(np.array([0]))
-    assert tokenizer_from_json(info.tokenizer).decode(x[0].tolist()) in shakespeare.read_text()
 
 
 # ---- a folder of token files ----------------------------------------------------------------------------------------
@@ -430,21 +324,6 @@ def test_id_outside_the_vocabulary(
     text = refused(lambda: prepare(config(where)))
     at, wrong = (1, 300) if file == "train" else (5, 256)
     find_line(text, f"{where}/{file}.bin", f"token {at} is {wrong}", "vocab_size is 256", "correct")
-
-
-def test_bad_folders(tmp_path: Path) -> None:
-    assert "has no train.bin and no val.bin" in refused(lambda: prepare(config(tmp_path)))
-    where = folder(tmp_path / "d", range(20), vocab_size=20)
-    assert "tokenizer = char, but" in refused(lambda: prepare(config(where, tokenizer="char")))
-    assert "val_fraction would be ignored" in refused(
-        lambda: prepare(config(where, val_fraction=0.2))
-    )
-    (where / "train.bin").write_bytes(b"123")
-    assert "train.bin has 3 bytes, not a multiple of 2 (uint16); copy it again" in refused(
-        lambda: prepare(config(where))
-    )
-    (where / "train.bin").write_bytes(b"")
-    assert "d: the train split has 0 tokens" in refused(lambda: prepare(config(where)))
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------
@@ -525,17 +404,6 @@ def test_batches(tmp_path: Path) -> None:
     u, v = source.val_batch(np.array([0, 91]))
     assert u.tolist() == [list(range(8)), list(range(91, 99))]
     assert torch.equal(v, u + 1)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_batches_on_cuda(tmp_path: Path) -> None:
-    source = tokens(tmp_path)
-    source.device = torch.device("cuda", 0)
-    for i in range(20):
-        x, y = source.train_batch(i, 4)
-        assert x.device == source.device
-        assert torch.equal(x.cpu()[:, 0], torch.from_numpy(source.offsets(i, 4)))
-        assert torch.equal(y, x + 1)
 
 
 @quick

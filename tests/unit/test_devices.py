@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoray.config import make_config
-from nanoray.config.choose import choose_precision, require_compiler
-from nanoray.errors import ConfigError, PlacementError
-from nanoray.machine import host, peaks
+from nanoray.config.choose import choose_precision
+from nanoray.errors import PlacementError
+from nanoray.machine import host
 from nanoray.machine.device import Device
 from nanoray.machine.gpus import discover_gpus, take_own_slice
 from nanoray.machine.mig import mig_profile
@@ -247,24 +247,6 @@ def test_an_unknown_mig_profile_is_refused(name: str) -> None:
         mig_profile(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tflops"),
-    [
-        ("NVIDIA H200", "bf16", 989.4),
-        ("H200", "fp32", 66.9),
-        ("T4", "tf32", None),
-        ("T4", "fp32", 8.1),
-        ("NVIDIA H100 80GB HBM3", "fp16", 989.4),
-        ("Tesla T4", "fp16", 65),
-        ("Tesla T4", "bf16", None),
-        ("Tesla V100-SXM2-32GB", "bf16", None),
-        # SXM, NVL and PCIe differ
-    ],
-)
-def test_peak_flops(name: str, dtype: str, tflops: float | None) -> None:
-    assert peaks.peak_flops(name, dtype) == (tflops and pytest.approx(tflops * 1e12))
-
-
 # --- CPU and memory ---
 
 
@@ -303,46 +285,6 @@ def test_available_cpus(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert host.available_cpus(write(tmp_path, files)) == cpus
-
-
-MEMINFO = {"proc/meminfo": "MemTotal:       9000000 kB\nMemAvailable:   8000000 kB\n"}
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 8000000 * 1024),
-        ({"proc/self/cgroup": V2, "sys/fs/cgroup/pod/box/memory.max": "max"}, 8000000 * 1024),
-        (
-            {
-                "proc/self/cgroup": V2,
-                "sys/fs/cgroup/pod/box/memory.max": "5000",
-                "sys/fs/cgroup/pod/box/memory.current": "3000",
-                "sys/fs/cgroup/pod/box/memory.stat": "anon 1\ninactive_file 500\n",
-            },
-            2500,
-        ),
-        (
-            {
-                "proc/self/cgroup": V1,
-                "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": "5000",
-                "sys/fs/cgroup/memory/pod/memory.usage_in_bytes": "4000",
-                "sys/fs/cgroup/memory/pod/memory.stat": "inactive_file 7\ntotal_inactive_file 30\n",
-            },
-            1030,
-        ),
-        (
-            {
-                "proc/self/cgroup": V2,
-                "sys/fs/cgroup/pod/memory.max": "1000",
-                "sys/fs/cgroup/pod/memory.current": "2000",
-            },
-            0,
-        ),
-    ],
-)
-def test_available_memory(files: dict[str, str], expected: int, tmp_path: Path) -> None:
-    assert host.available_memory_bytes(write(tmp_path, MEMINFO | files)) == expected
 
 
 # --- decisions ---
@@ -418,42 +360,6 @@ def test_choose_precision(
     for asked in ("fp32", "bf16", "fp16"):
         config = make_config(settings | {"precision": asked})
         assert choose_precision(config, kind, frozenset(features), bf16_gpu) == (asked, "asked for")
-
-
-@pytest.mark.parametrize("asked", [{"loss_chunk": 8}, {"dp_mode": "fsdp", "fsdp_gather": "bf16"}])
-def test_auto_that_becomes_fp16_is_refused_as_fp16_is(asked: dict[str, Any]) -> None:
-    config = make_config({"micro_batch_size": 1, **asked})
-    with pytest.raises(ConfigError) as early:
-        make_config({"micro_batch_size": 1, **asked, "precision": "fp16"})
-    with pytest.raises(ConfigError) as late:
-        choose_precision(config, "cuda", frozenset(), bf16_gpu=False)
-    assert str(early.value) == str(late.value)
-    # The driver does not know the GPUs of its ranks.
-    assert choose_precision(config, "cuda", frozenset())[0] == "fp16"
-    assert choose_precision(config, "cuda", frozenset(), bf16_gpu=True)[0] == "bf16"
-
-
-def test_a_gpu_without_a_c_compiler_compiles_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Where Triton looks for one: CC, else gcc or clang on the PATH."""
-    config = make_config({"micro_batch_size": 1, "compile": True})
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="true needs a C compiler for a GPU, and gcc or clang is not on the PATH"
-    ):
-        require_compiler(config, "cuda:0")
-    (tmp_path / "clang").touch(mode=0o755)
-    require_compiler(config, "cuda:0")
-    monkeypatch.setenv("CC", "no-such-cc")
-    with pytest.raises(
-        ConfigError, match="no-such-cc is not on the PATH; install gcc, name another one in CC, or"
-    ):
-        require_compiler(config, "cuda:0")
-    monkeypatch.setenv("CC", "/bin/sh")
-    require_compiler(config, "cuda:0")
-    require_compiler(config.model_copy(update={"compile": False}), "cuda:0")
 
 
 WHOLE, MIXED = [h200("a"), h200("b")], [h200("a"), h200("b", "3g.71gb", "3g.71gb")]

@@ -42,12 +42,6 @@ def gpt2() -> Any:
     return foreign.transformers_gpt2()
 
 
-@pytest.fixture(scope="module")
-def gpt2_exact() -> Any:
-    """The same weights with the exact GELU, as nanoGPT computes them."""
-    return foreign.transformers_gpt2("gelu")
-
-
 def imported(path: Path) -> Path:
     """Return the file that `nanoray checkpoint import` makes of another tool's weights."""
     out = path.with_name("imported.safetensors")
@@ -77,18 +71,6 @@ KINDS: dict[str, foreign.Maker] = {
     "bin": foreign.bin_file,
     "several bins": foreign.bin_files,
 }
-KINDS_EXACT: dict[str, foreign.Maker] = {
-    "nanoGPT": lambda path, model: foreign.nanogpt_checkpoint(path / "x.pt", model),
-    "nanoGPT compiled": partial(
-        lambda path, model, **how: foreign.nanogpt_checkpoint(path / "c.pt", model, **how),
-        compiled=True,
-    ),
-    "the first nanoGPT": partial(
-        lambda path, model, **how: foreign.nanogpt_checkpoint(path / "c.pt", model, **how),
-        first=True,
-    ),
-    "transformers with gelu": foreign.one_file,
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,15 +78,6 @@ def test_logits_are_those_of_transformers(kind: str, gpt2: Any, tmp_path: Path) 
     ours = begun_with(imported(KINDS[kind](tmp_path / "gpt2", gpt2)))
     assert ours.shape == SHAPE
     torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2, IDX), atol=CLOSE, rtol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS_EXACT)
-def test_logits_of_an_exact_gelu_are_those_of_transformers(
-    kind: str, gpt2_exact: Any, tmp_path: Path
-) -> None:
-    ours = begun_with(imported(KINDS_EXACT[kind](tmp_path / "w", gpt2_exact)))
-    assert ours.shape.gelu == "exact"
-    torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2_exact, IDX), atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("changes", [{"n_head": 4}, {"gelu": "exact"}])
@@ -142,12 +115,6 @@ def with_tensors(model: Any, folder: Path, **tensors: Any) -> Path:
     found = {name: tensor for name, tensor in found.items() if tensor is not None}
     save_file(found, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def bare(model: Any, folder: Path) -> Path:
-    folder.mkdir()
-    save_file(foreign.tensors_of(model), folder / "x.safetensors")
-    return folder / "x.safetensors"
 
 
 def state_dict_alone(model: Any, folder: Path) -> Path:
@@ -188,23 +155,6 @@ def test_what_is_no_plain_gpt2_is_refused_in_one_line(
     assert not out.exists()
 
 
-def test_a_run_begins_with_a_file_of_ours_only(gpt2: Any, tmp_path: Path) -> None:
-    """A folder, a run, tensors without a shape: the message has the two commands that make a file."""
-    text = tmp_path / "x.pt"
-    text.write_text("no weights")
-    for path in (
-        foreign.one_file(tmp_path / "w", gpt2),
-        foreign.own_checkpoint(tmp_path / "run" / "checkpoints", SHAPE),
-        bare(gpt2, tmp_path / "bare"),
-        text,
-        tmp_path / "gpt2",
-    ):
-        with pytest.raises(ConfigError) as error:
-            load_config(overrides={"init_from": str(path)})
-        assert str(error.value).startswith(f"init_from = {path}")
-        assert "make one: `nanoray checkpoint import PATH" in str(error.value)
-
-
 class Code:
     """Unpickled by Python's own means it would make a file."""
 
@@ -232,39 +182,6 @@ def test_code_in_a_checkpoint_is_not_run(where: str, gpt2: Any, tmp_path: Path) 
 
 
 # ---- the configuration ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--n_layer=3"], "n_layer = 3, but the weights of init_from = "),
-        (["--gelu=exact"], "have gelu tanh; drop gelu"),
-        (["--block_size=25"], "have 24 positions; use 24 or less"),
-        (["--model=resnet"], "would be ignored: model = resnet has no such option"),
-    ],
-)
-def test_a_key_that_contradicts_the_weights(flags: list[str], text: str, tmp_path: Path) -> None:
-    path = own_weights(tmp_path / "w.safetensors", SHAPE)
-    with pytest.raises(ConfigError) as error:
-        parse_args([f"--init_from={path}", *flags], "nanoray train", "")
-    assert text in str(error.value)
-    # The same in a file
-    file = tmp_path / "own.yaml"
-    key, _, value = flags[0].removeprefix("--").partition("=")
-    value = value or flags[1]
-    file.write_text(f"init_from: {path}\n{key}: {value}\n")
-    with pytest.raises(ConfigError) as error:
-        load_config(str(file), "tiny")
-    assert text in str(error.value)
-
-
-@pytest.mark.parametrize("preset", ["moe-tiny", "shakespeare-fast", "gpt2-124m"])
-def test_weights_replace_the_sizes_of_a_preset(preset: str, tmp_path: Path) -> None:
-    path = own_weights(tmp_path / "w.safetensors", SHAPE)
-    config = load_config(None, preset, {"init_from": str(path)})
-    shape = ModelShape.of(config, VOCAB)
-    assert shape == SHAPE
-    assert config.expected_val_loss == {}
 
 
 @pytest.mark.parametrize("layer", [[], ["--preset=tiny"]], ids=["flags alone", "with a preset"])
@@ -331,18 +248,6 @@ def test_the_tokens_must_be_those_of_the_weights(
         describe_init(config, dataset_of(*dataset))
 
 
-def test_text_gets_the_tokens_of_the_weights(tmp_path: Path) -> None:
-    """Without --tokenizer; a folder of tokens has its own, and --tokenizer wins."""
-    path = own_weights(tmp_path / "w.safetensors", SHAPE)
-    for given, kind in (
-        ({}, "byte"),
-        ({"tokenizer": "char"}, "char"),
-        ({"dataset": str(tmp_path)}, "auto"),
-    ):
-        config = load_config(None, "tiny", {"init_from": str(path), **given})
-        assert config.tokenizer == kind, given
-
-
 # ---- text ----------------------------------------------------------------------------------------
 
 
@@ -400,32 +305,6 @@ def test_a_run_begins_with_an_export(tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name]), name
     # A longer context needs no weights
     assert begun_with(path, block_size=48).shape.block_size == 48
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "text"),
-    [
-        ("huggingface", {"rotary": True}, "positions = rotary: GPT-2 has nothing like it"),
-        (
-            "huggingface",
-            {"experts": 2, "experts_per_token": 1, "expert_hidden": 8},
-            "experts = 2: GPT-2 has nothing like it",
-        ),
-    ],
-)
-def test_what_a_format_cannot_express_is_refused(
-    kind: str,
-    changes: dict[str, Any],
-    text: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shape = ModelShape(2, 2, 32, POSITIONS, True, VOCAB, **changes)
-    step = foreign.own_checkpoint(tmp_path / "checkpoints", shape)
-    out = tmp_path / "out"
-    assert main(["export", str(step), "--format", kind, "--out", str(out)]) == 2
-    assert text in capsys.readouterr().err
-    assert not out.exists()
 
 
 # ---- the form of GELU, elsewhere -----------------------------------------------------------------

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nanoray.config import Config, load_config, resolve_batch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "from_nanogpt.py"
@@ -97,30 +95,3 @@ def test_each_setting_has_its_counterpart(tmp_path: Path) -> None:
     printed = convert(tmp_path, CHAR).stdout
     assert "# always_save_checkpoint = False has no counterpart\n" in printed
     assert "# wandb_run_name = 'chars-" in printed
-
-
-@pytest.mark.parametrize(
-    ("more", "wanted"),
-    [
-        ("decay_lr = False", {"schedule": "constant", "warmup_steps": 0, "min_lr": 0.0}),
-        ("lr_decay_iters = 9000", {"max_steps": 9000, "stop_at": 5000}),
-        ("dtype = 'float16'\ndevice = 'cuda:0'", {"precision": "fp16", "device": "cuda"}),
-        ("compile = True\nbackend = 'gloo'", {"compile": True, "backend": "gloo"}),
-    ],
-)
-def test_other_settings(tmp_path: Path, more: str, wanted: dict[str, Any]) -> None:
-    config = load(tmp_path, CHAR + more + "\n")
-    assert {key: getattr(config, key) for key in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("eval_only = True", "eval_only = True trains nothing"),
-        ("lr_decay_iters = 10", "lr_decay_iters = 10 is below max_iters = 5000"),
-    ],
-)
-def test_what_cannot_be_followed_is_an_error(tmp_path: Path, more: str, message: str) -> None:
-    done = convert(tmp_path, CHAR + more + "\n")
-    assert done.returncode == 1
-    assert message in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,29 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.cli import Page, parse_args
-from nanoray.cli.help import HEIGHT, LAUNCH, TRAIN, WIDTH, format_help
-from nanoray.cli.parsers import COMMAND_FLAGS, flag_names
-
-FLAGS = {*flag_names(), *COMMAND_FLAGS}
-LONGEST = "python -m nanoray.launch"  # the longest name of the program
-
-
-def flags_in(text: str) -> set[str]:
-    return set(re.findall(r"--(\w+)", text)) - {"help"}
-
-
-@pytest.mark.parametrize("page", [TRAIN, LAUNCH], ids=["train", "launch"])
-def test_the_help_fits_a_screen(page: Page) -> None:
-    lines = format_help("", LONGEST, page).splitlines()
-    assert len(lines) <= HEIGHT == 60
-    assert max(len(line) for line in lines) <= WIDTH == 80
-    assert lines[0] == f"usage: {LONGEST} [flags]"
-    assert len(page.examples) == 3
-    shown = sum(len(flags) for _, flags in page.sections)
-    assert 18 <= shown <= 26
-    # Each flag of the page and of its examples exists. nproc-per-node is torchrun's
-    assert flags_in("\n".join(lines)) - {"nproc"} <= FLAGS | {"all"}
-    assert {"preset", "dataset", "lr", "workers", "out_dir", "resume"} <= flags_in("\n".join(lines))
+from nanoray.cli.help import LAUNCH, TRAIN
 
 
 @pytest.mark.parametrize("page", [TRAIN, LAUNCH], ids=["train", "launch"])

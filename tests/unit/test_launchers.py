@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from nanoray.config import make_config
-from nanoray.errors import ConfigError
-from nanoray.launch.own import refuse_both
 from nanoray.machine.launchers import first_host, place_of
 from nanoray.parallel.rendezvous import Rendezvous
 
@@ -106,40 +101,6 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "text"),
-    [
-        ({"RANK": "0"}, "sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; set all four"),
-        (TORCH | {"RANK": "4"}, "RANK = 4 is outside 0..WORLD_SIZE-1 = 3; ranks count from 0"),
-        (TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT = 0 is no port; set it to a free one"),
-        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID = 4 is outside 0..SLURM_STEP_NUM_TASKS-1 = 3"),
-        # Each torchrun would train alone.
-        (
-            SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"},
-            "torchrun has one node (GROUP_WORLD_SIZE = 1): each would train alone; give torchrun "
-            "--nnodes 4 and --rdzv-endpoint",
-        ),
-        # On several hosts the ranks need an address.
-        (
-            OPEN_MPI | FAR,
-            "(Open MPI) are ranks, and MASTER_ADDR or MASTER_PORT is not set; mpirun -x "
-            "MASTER_ADDR=HOST -x MASTER_PORT=29500",
-        ),
-        # Without its number on the host each rank would take the first GPU.
-        (
-            {"PMI_RANK": "1", "PMI_SIZE": "2"} | ADDRESS,
-            "none of MPI_LOCALRANKID, PMI_LOCAL_RANK, PALS_LOCAL_RANKID, LOCAL_RANK says which rank "
-            "of its host this is, and so which GPU it has; set LOCAL_RANK",
-        ),
-    ],
-)
-def test_what_is_not_complete_is_refused(env: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        Rendezvous.from_env(env)
-    assert text in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("nodes", "host"),
     [
         ("a", "a"),
@@ -152,28 +113,3 @@ def test_what_is_not_complete_is_refused(env: dict[str, str], text: str) -> None
 )
 def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
-
-
-BATCHES = {"micro_batch_size": 4}
-ALONE = {"RANK": "0", "WORLD_SIZE": "1"} | ADDRESS
-
-
-@pytest.mark.parametrize(
-    ("env", "config", "variable"),
-    [
-        (ALONE | {"RAY_ADDRESS": "head:6379"}, {}, "RAY_ADDRESS"),
-        (ALONE, {"ray_address": "head:6379"}, "ray_address"),
-        (TORCHRUN, {"ray_address": "local"}, "ray_address"),
-    ],
-)
-def test_a_rank_that_also_asks_for_ray_is_refused(
-    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], config: dict[str, Any], variable: str
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    place = place_of(env)
-    assert place
-    with pytest.raises(
-        ConfigError, match=f"{variable} = .* asks for Ray, but .*; unset (RANK|SLURM_PROCID) and "
-    ):
-        refuse_both(place, make_config(config | BATCHES), frozenset(config))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from nanoray.cli import parse_args
 from nanoray.cli.forecast.dry_run import dry_run_lines
 from nanoray.cli.run_plan import plan
 from nanoray.config import Config, Settings, load_config, make_config, resolve_batch
@@ -22,15 +21,6 @@ TEXT = replace(
     IMAGES, name="text", dtype="uint16", vocab_size=65, train_tokens=6_400, kind="tokens"
 )
 RESNET: dict[str, Any] = {"model": "resnet", "global_batch_size": 128}
-
-
-def test_weight_decay_is_a_flag_of_sgd_with_momentum_only() -> None:
-    flags = ["--preset", "tiny", "--optimizer", "sgd", "--weight_decay", "0.01"]
-    with pytest.raises(
-        ConfigError, match=r"weight_decay = 0\.01 would be ignored: optimizer = sgd"
-    ):
-        parse_args(flags, "x", "y")
-    assert parse_args([*flags, "--momentum", "0.9"], "x", "y").config.weight_decay == 0.01
 
 
 # ---- nested keys ----------------------------------------------------------------------------------------------------
@@ -47,48 +37,6 @@ model: {name: resnet, num_layers: 50}
 training: {batch_size: 256, num_epochs: 3, learning_rate: 0.2, optimizer: sgd}
 momentum: 0.9
 """
-
-
-def test_nested_keys_are_other_spellings_of_ours(tmp_path: Path) -> None:
-    flat = "model: resnet\nresnet_depth: 50\nmicro_batch_size: 256\ngrad_accum_steps: 1\n"
-    flat += "num_epochs: 3\nlr: 0.2\noptimizer: sgd\nmomentum: 0.9\n"
-    assert load(tmp_path, NESTED) == load(tmp_path, flat)
-    gpt = load(tmp_path, "model: {name: gpt, num_layers: 3}\nmicro_batch_size: 2")
-    assert (gpt.model, gpt.n_layer) == ("gpt", 3)
-    assert load(tmp_path, "model: {num_layers: 3}\nmicro_batch_size: 2").n_layer == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "preset", "ranks", "batch"),
-    [
-        ("training: {batch_size: 16}", None, 1, (16, 1, 1)),
-        ("training: {batch_size: 16}", None, 4, (16, 1, 4)),
-        # The preset's 12 sequences of all ranks are no limit of the file's batch
-        ("training: {batch_size: 16}", "tiny", 4, (16, 1, 4)),
-        ("training: {batch_size: 16}\ngrad_accum_steps: 3", "tiny", 2, (16, 3, 2)),
-        ("training: {batch_size: 16}\nglobal_batch_size: 64", "tiny", 2, (16, 2, 2)),
-        # A flat key alone keeps it
-        ("micro_batch_size: 3", "tiny", 2, (3, 2, 2)),
-    ],
-)
-def test_a_nested_batch_size_is_that_of_each_rank(
-    tmp_path: Path, text: str, preset: str | None, ranks: int, batch: tuple[int, int, int]
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    assert resolve_batch(load_config(str(path), preset), ranks) == batch
-
-
-def test_the_example_configurations_differ_in_how_ranks_share_the_work_only() -> None:
-    folder = Path(__file__).resolve().parents[2] / "examples" / "configs"
-    ddp, fsdp = (
-        load_config(str(folder / f"{kind}_resnet_cifar10.yaml")) for kind in ("ddp", "fsdp")
-    )
-    theirs = fsdp.model_dump()
-    differ = {key for key, value in ddp.model_dump().items() if theirs[key] != value}
-    assert {"name", "dp_mode"} <= differ <= {"name", "dp_mode", "fsdp_reshard"}
-    assert ddp.dp_mode == "ddp"
-    assert ddp.model == "resnet"
 
 
 # ---- epochs ---------------------------------------------------------------------------------------------------------

@@ -23,14 +23,6 @@ def test_the_longest_name_makes_a_folder_also_in_a_busy_second(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", ["a/b", "..\\x", "a b", "a\nb", "a\n", "a\0b", "ü", "", "a:b", "$x"]
-)
-def test_characters_that_no_storage_takes_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"name = .*: String should match pattern"):
-        make_config({**DEFAULTS, "name": name})
-
-
-@pytest.mark.parametrize(
     ("file", "name"),
     [
         ("mine.yaml", "mine"),

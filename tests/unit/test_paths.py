@@ -14,17 +14,6 @@ from nanoray.config.paths import PATH_KEYS
 from nanoray.errors import ConfigError
 from nanoray.script.settings import loaded_of
 
-# Keys whose value is a text, and no path of the machine that opens the run
-NO_PATHS = {
-    "name",
-    "ray_address",
-    "backend",
-    "precision_stats",
-    "profile",
-    "comm_trace",
-    "faults",
-}
-
 
 @pytest.fixture(autouse=True)
 def _variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,14 +21,6 @@ def _variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.delenv("ABSENT", raising=False)
-
-
-def test_every_key_that_may_hold_a_path_is_expanded() -> None:
-    """A new key of free text is listed here, or declared by fields.path."""
-    texts = {key for key, info in Config.model_fields.items() if info.annotation is str}
-    texts.add("backend")  # words, or a text
-    assert texts == {*PATH_KEYS} | NO_PATHS
-    assert set(PATH_KEYS) >= {"out_dir", "dataset", "data_dir", "data_url", "init_from", "resume"}
 
 
 def wanted(key: str, tmp_path: Path) -> tuple[str, str]:
@@ -66,21 +47,6 @@ def test_a_variable_is_expanded_wherever_the_path_stands(key: str, tmp_path: Pat
     assert {getattr(config, key) for config in said} == {path}
     file.with_suffix(".json").write_text(json.dumps({key: given}))
     assert getattr(load_config(str(file.with_suffix(".json")), "tiny"), key) == path
-
-
-@pytest.mark.parametrize(
-    "text", ["$ABSENT/x", "${ABSENT}", "${oc.env:SCRATCH}/x", "$(whoami)/x", "~nobody-has-this/x"]
-)
-def test_what_cannot_be_expanded_is_refused(text: str, tmp_path: Path) -> None:
-    """A folder of that very name was made. The same in a file."""
-    with pytest.raises(ConfigError) as error:
-        parse_args([f"--out_dir={text}"], "x", "y")
-    assert str(error.value).startswith(f"out_dir = {text}: there is no such variable or user")
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"out_dir: '{text}'\n")
-    with pytest.raises(ConfigError) as in_file:
-        load_config(str(file), "tiny")
-    assert str(in_file.value) == str(error.value)
 
 
 def test_no_secret_of_a_url_is_repeated() -> None:

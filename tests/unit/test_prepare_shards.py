@@ -19,7 +19,6 @@ from nanoray.cli.data import main
 from nanoray.data import documents, prepare_shards
 from nanoray.data.documents import Files
 from nanoray.data.headers import LLMC_HEADER_BYTES
-from nanoray.data.hub import SETS, Hub
 from nanoray.data.tokenizer import ByteTokenizer
 
 BYTE = {"kind": "byte"}
@@ -153,37 +152,6 @@ def test_a_text_is_one_document_whose_end_is_for_validation(
     train = [*encode("ab  ab\n\n ab\nab\n").tolist(), 300, *encode("ab").tolist(), 300]
     assert tokens_of(tmp_path / "out", "train") == train
     assert tokens_of(tmp_path / "out", "val") == [*encode("last line").tolist(), 300]
-
-
-def test_characters_are_those_of_all_documents(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path)
-    out = tmp_path / "out"
-    assert main(["tokenize", str(path), "--tokenizer", "char", "--out", str(out)]) == 0
-    meta = json.loads((out / "meta.json").read_text())
-    assert meta["tokenizer"]["chars"] == "".join(sorted({*"".join(DOCUMENTS)}))
-
-    # Another set with the same vocabulary, and one whose vocabulary is too small.
-    other = tmp_path / "other.txt"
-    other.write_text("document\n" * 9)
-    arguments = ["tokenize", str(other), "--tokenizer", str(out), "--val_fraction", "0"]
-    assert main([*arguments, "--out", str(tmp_path / "same")]) == 0
-    assert not list((tmp_path / "same").glob("val*"))
-    other.write_text("zebra 9")
-    assert main([*arguments, "--out", str(tmp_path / "new")]) == 2
-
-
-def test_a_set_of_the_hub_is_read_from_a_copy(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")  # not with Python 3.10
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    half = len(DOCUMENTS) // 2
-    for i, texts in enumerate((DOCUMENTS[:half], DOCUMENTS[half:])):
-        table = pa.table({"text": texts, "id": [str(i)] * len(texts)})
-        pq.write_table(table, copy / f"{i:03d}_00000.parquet", row_group_size=5)
-    source = Hub(SETS["fineweb-edu"], str(copy), 0.2)
-    prepare_shards.prepare_shards(source, BYTE, tmp_path / "out", 90, lambda line: None)
-    for split in ("train", "val"):
-        assert tokens_of(tmp_path / "out", split) == right_tokens(split)
 
 
 # What is refused.

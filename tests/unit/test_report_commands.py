@@ -11,21 +11,6 @@ from nanoray.observe.report.command import typed_command
 from nanoray.observe.report.gather import RunFiles, settings
 
 TRAIN = ["/opt/nanoray/train/__main__.py", "--preset", "tiny", "--name", "a b"]
-FLAGS = "--preset tiny --name 'a b'"
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (TRAIN, f"nanoray train {FLAGS}"),
-        (["/opt/nanoray/__main__.py", "train"], "nanoray train"),
-        (["/opt/bin/nanoray", "launch"], "/opt/bin/nanoray launch"),
-        (["my script.py", "--lr", "1"], "python 'my script.py' --lr 1"),
-        ([], ""),
-    ],
-)
-def test_a_report_shows_the_command(argv: list[str], line: str) -> None:
-    assert typed_command({"command": argv}) == line
 
 
 @pytest.mark.parametrize("given", [["--env", "TOKEN=hunter2"], ["--env=TOKEN=hunter2"]])

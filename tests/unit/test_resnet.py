@@ -4,23 +4,18 @@ that it learns.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanoray.data.images import ImageData
 from nanoray.models.batch_norm import BatchNorm
-from nanoray.models.resnet import ResNet, ResNetShape, loss_and_accuracy
+from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.models.resnet_costs import count_parameters, flops_per_image
 from nanoray.parallel.axis import data_axis
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.train.optim.groups import make_optimizer
-from tests.harness.images import TINY, small_dataset
 
 ALONE = data_axis(Mesh(0, 1, 0, torch.device("cpu"), "none", "alone"))
 
@@ -128,53 +123,8 @@ def test_a_forward_changes_no_running_statistic() -> None:
     assert torch.allclose(model.stem_norm.running_var, 0.9 + 0.1 * var, atol=1e-6)
 
 
-def test_statistics_that_are_not_finite_change_nothing() -> None:
-    model = ResNet(ResNetShape(8, 1, 10))
-    statistics = RunningStatistics(model, ALONE, False)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    statistics.begin()
-    model(torch.full((2, 3, 32, 32), torch.inf))
-    statistics.add_up()
-    statistics.commit()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_smoothed_labels_count_in_training_only() -> None:
-    model = ResNet(ResNetShape(8, 1, 10), label_smoothing=0.2)
-    x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
-    logits = model(x)
-    target = torch.full((4, 10), 0.02) + 0.8 * F.one_hot(y, 10)
-    assert model(x, y).item() == pytest.approx(
-        -(target * logits.log_softmax(1)).sum(1).mean().item(), abs=1e-5
-    )
-    model.eval()
-    assert model(x, y).item() == F.cross_entropy(model(x), y).item()
-
-
 def test_flops_are_three_times_those_of_a_forward_as_torch_counts_them() -> None:
     shape = ResNetShape(14, 2, 10)
     with FlopCounterMode(display=False) as counter:
         ResNet(shape)(torch.randn(2, 3, 32, 32))
     assert 2 * flops_per_image(shape) == 3 * counter.get_total_flops()
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_it_learns_the_generated_images(tmp_path: Path) -> None:
-    """Chance is 0.1; a hundred steps of 32 images reach far more on images that it has not seen."""
-    from nanoray.config import make_config
-
-    torch.manual_seed(0)
-    config = make_config(TINY)
-    data = ImageData(small_dataset(tmp_path, 3200, 200), seed=1)
-    model = ResNet(ResNetShape(8, 1, 10))
-    optimizer, statistics = make_optimizer(model, config), RunningStatistics(model, ALONE, False)
-    for step in range(100):
-        statistics.begin()
-        model(*data.train_batch(32 * step, 32)).backward()
-        statistics.add_up()
-        optimizer.step()
-        statistics.commit()
-        optimizer.zero_grad()
-    _, accuracy = loss_and_accuracy(model.eval(), *data.val_batch(data.val_windows(200)))
-    assert accuracy.item() > 0.5

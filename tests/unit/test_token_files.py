@@ -18,14 +18,12 @@ from nanoray.config import make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.headers import read_header
 from nanoray.data.prepare import prepare
-from nanoray.data.splits import find_splits, match_splits
 from nanoray.data.tokens import JoinedFiles, TokenData, open_tokens
 from nanoray.data.verify import sampled_hash, verify
 from nanoray.errors import DataError
 from tests.harness.token_files import (
     write_bare,
     write_llmc,
-    write_npy,
 )
 
 quick = settings(
@@ -203,60 +201,6 @@ def test_any_bytes_have_a_header_or_are_refused(tmp_path: Path, data: bytes, sta
 # ---- several files for each split -----------------------------------------------------------------------------------
 
 
-def touch(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).touch()
-
-
-FOUND: dict[str, tuple[str, str]] = {  # files of a folder -> train files | val files, in order
-    "val.bin train.bin input.txt prepare.py meta.pkl": ("train.bin", "val.bin"),
-    "train_2.bin train_10.bin train_9.bin train_1.bin train_3.bin train_4.bin train_5.bin "
-    "train_6.bin train_7.bin train_8.bin val.bin": (
-        "train_1.bin train_2.bin train_3.bin train_4.bin train_5.bin train_6.bin train_7.bin "
-        "train_8.bin train_9.bin train_10.bin",
-        "val.bin",
-    ),
-    "fineweb_train_000002.bin fineweb_train_000001.bin fineweb_val_000000.bin": (
-        "fineweb_train_000001.bin fineweb_train_000002.bin",
-        "fineweb_val_000000.bin",
-    ),
-    "train.bin valid.bin": ("train.bin", "valid.bin"),
-}
-
-
-@pytest.mark.parametrize("names", FOUND)
-def test_files_of_a_folder(tmp_path: Path, names: str) -> None:
-    touch(tmp_path, *names.split())
-    train, val = find_splits(tmp_path)
-    assert (" ".join(train), " ".join(val)) == FOUND[names]
-
-
-def test_a_pattern_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touch(tmp_path, "a_train.bin", "a_val.bin", "b_train.bin", "x_train_1.bin", "x_train_3.bin")
-    touch(tmp_path, "x_val_0.bin", "notes.bin")
-    assert match_splits(f"{tmp_path}/a_*.bin") == (tmp_path, (["a_train.bin"], ["a_val.bin"]))
-    _, splits = match_splits(f"{tmp_path}/x_*_[0123].bin")
-    assert splits == (["x_train_1.bin", "x_train_3.bin"], ["x_val_0.bin"])
-    _, splits = match_splits(f"{tmp_path}/[ab]_*.bin")
-    assert splits == (["a_train.bin", "b_train.bin"], ["a_val.bin"])
-
-    for pattern, message in {
-        "c_*.bin": "matches 0 files, and none of them is for train",
-        "x_train_*.bin": "none of them is for val; write a pattern that matches both splits",
-        "*.bin": "notes.bin, whose name does not say whether it is for training",
-    }.items():
-        assert message in refused(lambda p=pattern: match_splits(f"{tmp_path}/{p}"))
-    assert "in the name of a folder" in refused(lambda: match_splits(f"{tmp_path}*/a_*.bin"))
-
-    # As users write it: from their working folder, and with a folder that looks like a pattern.
-    monkeypatch.chdir(tmp_path)
-    assert "matches 0 files" in refused(lambda: prepare(config("none_*.bin")))
-    odd = tmp_path / "run[1]"
-    odd.mkdir()
-    both(write_llmc, "{}.bin")(odd)
-    assert prepare(config("run[1]")).train_tokens == 500
-
-
 def shards(folder: Path, write: Callable[..., None], name: str, parts: int = 7) -> Path:
     """Write IDS in files of different sizes: 500 tokens to train, 200 in two files to val."""
     folder.mkdir(exist_ok=True)
@@ -327,23 +271,6 @@ def test_a_change_in_any_file_is_noticed(tmp_path: Path, victim: int) -> None:
     )
 
 
-@pytest.mark.parametrize("page", [0, 10, 31, 40, 63])
-def test_the_sampled_hash_has_pages_from_end_to_end_of_all_files(tmp_path: Path, page: int) -> None:
-    for number in range(3):
-        write_bare(tmp_path / f"train_{number}.bin", np.full(200_000, 400))
-    write_bare(tmp_path / "val.bin", IDS)
-    meta(tmp_path, dtype="uint16", tokenizer={"kind": "gpt2"})
-    info = prepare(config(tmp_path))
-    before = sampled_hash(info)
-
-    # The page stands in one of three files of 400,000 bytes.
-    file, place = divmod((1_200_000 - 4096) * page // 63, 400_000)
-    with (tmp_path / f"train_{file}.bin").open("r+b") as changed:
-        changed.seek(place)
-        changed.write(b"x")
-    assert sampled_hash(info) != before
-
-
 def test_a_file_that_changes_during_training_is_an_error_and_no_signal(tmp_path: Path) -> None:
     folder = shards(tmp_path / "many", *KINDS["llm.c"], parts=2)
     info = prepare(config(folder))
@@ -391,50 +318,3 @@ def imported(folder: Path) -> Path:
     out = folder.with_name("imported")
     assert main(["import", str(folder), "--out", str(out)]) == 0
     return out
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "int64", ">u2"])
-def test_numpys_arrays_become_the_same_tokens(tmp_path: Path, dtype: str) -> None:
-    """As build-nanogpt writes them: GPT-2's tokens, without a word on it."""
-    folder = shards(
-        tmp_path / "w", lambda path, ids: write_npy(path, ids, dtype), "edu_{}_{:06d}.npy"
-    )
-    info = prepare(config(imported(folder)))
-    assert (info.dtype, info.tokenizer) == ("uint16", {"kind": "gpt2"})
-    assert tokens_of(info, "train") == IDS[:500].tolist()
-    assert tokens_of(info, "val") == IDS[500:].tolist()
-    same = prepare(config(shards(tmp_path / "llm.c", *KINDS["llm.c"])))
-    assert info.tokens_sha256 == same.tokens_sha256
-
-
-def floats(path: Path, ids: Any) -> None:
-    np.save(path, np.asarray(ids, "float32"))
-
-
-def table(path: Path, ids: Any) -> None:
-    np.save(path, np.asarray(ids, "uint16").reshape(-1, 4))
-
-
-NOT_IMPORTED: dict[str, tuple[Write, str]] = {
-    "floats": (both(floats, "{}.npy"), "is an array of float32 and shape"),
-    "two dimensions": (both(table, "{}.npy"), "and shape (125, 4), and tokens are whole numbers"),
-    "cut off": (both(cut_off(write_npy), "{}.npy"), "is no array of numpy: "),
-    "another vocabulary": (
-        both(lambda path, ids: write_npy(path, [*ids, 60_000]), "{}.npy"),
-        "token 500 is 60000, but vocab_size is 50257",
-    ),
-    "one split": (lambda folder: write_npy(folder / "train.npy", IDS), "has no val.bin"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_IMPORTED)
-def test_what_is_no_array_of_tokens_is_not_imported(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write, message = NOT_IMPORTED[name]
-    folder = tmp_path / "w"
-    folder.mkdir()
-    write(folder)
-    assert main(["import", str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["w"]

@@ -30,21 +30,6 @@ def test_flags_and_yaml_become_one_mapping(given: Any, variables: dict[str, Any]
     assert make_config(BATCH | {"env": given}).env == variables
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (["A B=1"], r"'A B' is no name of a variable"),
-        (["=1"], r"'' is no name of a variable"),
-        (["RANK=0"], r"RANK differs from rank to rank, and nanoray sets it"),
-        (["CUDA_VISIBLE_DEVICES=0"], r"CUDA_VISIBLE_DEVICES differs from rank to rank"),
-        (7, r"env: .*dictionary"),
-    ],
-)
-def test_what_is_no_variable_is_refused(given: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        make_config(BATCH | {"env": given})
-
-
 def test_a_variable_without_a_value_has_that_of_the_shell_and_is_written_nowhere() -> None:
     loaded = parse_args(["--env", "HF_TOKEN", "--env", "A=1"], "nanoray launch", "")
     assert loaded.config.env == {"HF_TOKEN": None, "A": "1"}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from nanoray.cli import parse_args
-from nanoray.cli.forecast.links import load_topology
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 
@@ -69,29 +68,3 @@ def test_what_a_file_cannot_mean_is_refused_in_one_line(
 def test_a_tag_makes_no_object(tmp_path: Path) -> None:
     """It is a text, as any other word: nothing of a file is executed."""
     assert load(tmp_path, "name: !!python/name:os.system x\n").name == "x"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"lr": 1, "lr": 2}', "the key lr is there twice, as 1 and as 2"),
-        ('{"lr": 1,}', "config.json: "),
-        ("[1]", "must contain `key: value` lines, not a list"),
-    ],
-)
-def test_json_is_read_as_strictly(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load(tmp_path, text, "config.json")
-    assert message in str(error.value)
-
-
-def test_a_topology_is_read_as_strictly(tmp_path: Path) -> None:
-    topology = tmp_path / "mine.yaml"
-    link = "{alpha_us: 1e1, bandwidth_gb_per_s: 12}"
-    lines = f"ranks_per_node: 4\nintra: {link}\ninter: {link}\nnote: 2026\n"
-    topology.write_text(lines)
-    read = load_topology(str(topology))
-    assert (read.ranks_per_node, read.note, read.levels[0].alpha_us) == (4, "2026", 10.0)
-    topology.write_text(lines + "inter: fit\n")
-    with pytest.raises(ConfigError, match="the key inter is in line 3 and again in line 5"):
-        load_topology(str(topology))
