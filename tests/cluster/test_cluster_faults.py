@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,12 +32,11 @@ from tests.harness.cluster import (
     processes_of_session,
     ray_head,
     ray_node,
-    start,
     start_training,
     summary,
     undisturbed,
 )
-from tests.harness.commands import ROOT, Command, wait_for
+from tests.harness.commands import wait_for
 from tests.harness.ranks import only_run
 
 
@@ -203,22 +202,6 @@ def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(
         ).exists()
 
 
-@pytest.mark.full
-def test_a_head_that_dies_with_its_ranks_is_the_cause(recipe: Path, tmp_path: Path) -> None:
-    """`ray start --block` takes the head's ranks along. Whoever asked for new actors now would wait
-    for ever.
-    """
-    with ray_head(dashboard=False) as cluster:
-        driver = start_training(cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10")
-        os.kill(gcs_server(cluster), signal.SIGKILL)
-        code, output = finish(driver)
-        assert code == 1, output
-        assert (
-            "Gave up: the cluster's head is gone; start it again, and this run with --resume auto"
-            in output
-        )
-
-
 @pytest.fixture
 def memory_lock() -> Iterator[None]:
     """Keep other suites from taking so much at the same time: it would count as well."""
@@ -260,50 +243,6 @@ def memory_bytes() -> tuple[int, int]:
     return tuple(int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
 
 
-@pytest.fixture
-def mute_agents() -> Iterator[Callable[[int], None]]:
-    """A call that freezes the agents in a session until the test ends. Whoever shuts Ray down sends
-    them metrics.
-    """
-    frozen: list[int] = []
-
-    def freeze(session: int) -> None:
-        for pid in processes_of_session(session):
-            if b"DashboardAgent" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                frozen.append(pid)
-                os.kill(pid, signal.SIGSTOP)
-        assert frozen
-
-    yield freeze
-    for pid in frozen:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-WAITS = "slow@rank=0,step=12,phase=data,seconds=6"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("local", [False, True])
-def test_a_node_agent_that_does_not_answer_does_not_change_the_exit_code(
-    cluster: Cluster, recipe: Path, tmp_path: Path, mute_agents: Callable[[int], None], local: bool
-) -> None:
-    driver = start(
-        None if local else cluster, recipe, tmp_path, "--faults", WAITS, "--cpus_per_worker", "0.5"
-    )
-    wait_for(lambda: fired(tmp_path), process=driver)
-    mute_agents(driver.pid if local else cluster.session)
-    code, output = finish(driver)
-    assert code == 0, output
-    assert "finished 30 steps" in output
-    assert summary(tmp_path)["exit_reason"] == "finished"
-    if local:
-        wait_for(lambda: not processes_of_session(driver.pid), 60)
-    else:
-        # But those of a Ray Train that used the cluster before
-        assert no_actors_left(cluster, 60.0)
-
-
 SCRIPT = """
 import sys, torch, nanoray
 
@@ -321,18 +260,3 @@ if __name__ == "__main__":
     print(f"the script goes on after {code}", flush=True)
     raise SystemExit(7)
 """
-
-
-@pytest.mark.full
-def test_a_node_agent_that_does_not_answer_does_not_end_a_script(
-    cluster: Cluster, tmp_path: Path, mute_agents: Callable[[int], None]
-) -> None:
-    script, out = tmp_path / "script.py", tmp_path / "out"
-    script.write_text(SCRIPT)
-    out.mkdir()
-    driver = Command(str(script), str(out), WAITS, env=cluster.env | {"PYTHONPATH": str(ROOT)})
-    wait_for(lambda: fired(out), process=driver)
-    mute_agents(cluster.session)
-    code, output = finish(driver)
-    assert "the script goes on after 0" in output, output
-    assert code == 7, output

@@ -25,7 +25,6 @@ from tests.harness.cluster import (
     finish,
     in_driver,
     living_nodes,
-    losses,
     only_report,
     pid_of,
     processes_of_session,
@@ -145,41 +144,6 @@ def test_spares_are_on_the_nodes_of_ranks_and_not_on_the_head(head: Cluster) -> 
     assert spares == [node] * 4
 
 
-PENDING = """
-import time, ray
-from nanoray.launch.ray_compat import is_pending
-
-@ray.remote(num_cpus=1)
-class Slot:
-    def ready(self):
-        pass
-
-ray.init(address="auto", log_to_driver=False)
-group = ray.util.placement_group([{"CPU": 1}])
-ray.get(group.ready())
-state = lambda: ray.util.placement_group_table(group)["state"]
-first = Slot.options(placement_group=group).remote()
-ray.get(first.ready.remote())
-second = Slot.options(placement_group=group).remote()
-time.sleep(1)
-print(is_pending(ray, first), is_pending(ray, second), state())
-"""
-
-
-@pytest.mark.full
-def test_ray_says_of_an_actor_whether_it_has_a_process(head: Cluster) -> None:
-    """The driver asks that about a new actor that is late, and whether its slot has room."""
-    done = subprocess.run(
-        [sys.executable, "-c", PENDING],
-        env=head.env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.stdout == "False True CREATED\n", done.stdout + done.stderr
-
-
 @pytest.mark.full
 def test_a_drained_rank_moves_at_once_where_there_is_room(
     head: Cluster, recipe: Path, clean: Path, tmp_path: Path
@@ -207,43 +171,6 @@ def test_a_drained_rank_moves_at_once_where_there_is_room(
         "Ray ends a drained node when it has nothing left to do"
     )
     assert_same_run(tmp_path, clean)
-
-
-@pytest.mark.full
-def test_with_shrink_the_others_train_until_the_new_pod_is_there(
-    head: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    flags = (
-        "--recovery",
-        "shrink",
-        "--replace_timeout",
-        "0",
-        "--max_steps",
-        "100000",
-        "--log_every",
-        "20",
-    )
-    with ray_node(head) as pod:
-        driver = start_training(head, recipe, tmp_path, *FLAGS, *flags)
-        pod.send_signal(signal.SIGTERM)
-        wait_for(lambda: "shrink " in driver.output, process=driver)
-        alone = max(losses(tmp_path))
-        wait_for(lambda: max(losses(tmp_path)) > alone + 20, process=driver)
-        with ray_node(head):
-            wait_for(
-                lambda: "grow     1 -> 2 ranks; no step is repeated" in driver.output,
-                process=driver,
-            )
-            driver.terminate()
-            code, output = finish(driver)
-    assert code == 143, output
-    report = only_report(tmp_path, output)
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
-        "drained",
-        "shrink",
-        0,
-    ), output
-    assert summary(tmp_path)["world_size"] == 2
 
 
 @pytest.mark.full

@@ -175,18 +175,3 @@ def test_a_new_head_in_the_place_of_the_old_one(
     assert all(found[step] == loss for step, loss in before.items()), (
         "bit for bit, also what was done again"
     )
-
-
-@pytest.mark.full  # a stop during other waits: tests/cluster/test_nothing_lost.py
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_while_nodes_are_awaited(
-    recipe: Path, tmp_path: Path, signum: signal.Signals
-) -> None:
-    with ray_head("--num-cpus=0", dashboard=False) as cluster:
-        driver = start(cluster, recipe, tmp_path, *FLAGS)
-        wait_for(lambda: "for more nodes" in driver.output, process=driver)
-        os.kill(driver.pid, signum)
-        code, output = finish(driver)
-    assert code == 128 + signum, output
-    assert "stop     before any rank had trained: nothing to save" in output
-    assert not any(tmp_path.iterdir()), "no run was opened"

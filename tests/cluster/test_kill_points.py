@@ -172,58 +172,6 @@ def test_ranks_of_a_sharded_run_end_at_every_point(
     note(kind, points, "rank of a sharded run")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
-def test_ranks_of_groups_that_hold_the_same_end_at_every_point(
-    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str
-) -> None:
-    """Two groups of two: a lost share is in the memory of its twin, without a mirror. Where a point
-    of a recovery comes between, twins are not lost together: those are ranks 0 and 2, 1 and 3.
-    """
-    points = ["across_groups", "committed", "caught_up"]
-    if ALL:
-        points = sorted(
-            GROUPS | SHARDED | {"committed", "caught_up"} | IN_RECOVERY - {"leave", "wait"}
-        )
-    plan, steps = plan_of(points, kind, newcomer=True)
-    flags = ("--workers", "4", "--dp_mode", "zero1", "--replicas", "2")
-    survive(cluster, recipe, tmp_path, plan, steps, *flags)
-    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
-    note(kind, points, "rank of groups that hold the same")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
-def test_ranks_that_share_layers_end_at_every_point(
-    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str
-) -> None:
-    """dp 2 × tp 2: the others wait in a sum of activations; the lost share is in the memory of its
-    mirror.
-    """
-    points = sorted(TENSOR) if ALL else ["exchange_activations"]
-    plan, steps = plan_of(points, kind, newcomer=False)
-    survive(
-        cluster, recipe, tmp_path, plan, steps, "--workers", "4", "--tp", "2", "--dp_mode", "zero1"
-    )
-    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
-    note(kind, points, "rank that shares layers")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
-def test_ranks_that_share_experts_end_at_every_point(
-    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str
-) -> None:
-    """dp 4 × ep 2: the others wait for tokens; another rank has the same experts, and mirrors the
-    lost share.
-    """
-    plan, steps = plan_of(sorted(EXPERTS), kind, newcomer=False)
-    flags = ("--workers", "4", "--experts", "4", "--ep", "2", "--dp_mode", "zero1")
-    survive(cluster, recipe, tmp_path, plan, steps, *flags)
-    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
-    note(kind, sorted(EXPERTS), "rank that shares experts")
-
-
 @pytest.mark.skipif(not ALL, reason="opt-in: NANORAY_TEST_POINTS=all takes 20 minutes")
 def test_both_survivors_end_in_one_recovery(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """Pairs of points, a sample of them. When nobody is left who holds the state, all start from

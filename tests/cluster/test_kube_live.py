@@ -226,48 +226,6 @@ def test_a_deleted_head_costs_one_attempt_and_the_run_goes_on(job: Job) -> None:
     assert int(job.status.get("failed") or 0) <= 1
 
 
-def test_an_eviction_is_refused_while_the_budget_protects_the_ranks(job: Job) -> None:
-    job.apply(steps=6000)
-    job.trains()
-
-    def budget() -> Object:
-        found: Object = json.loads(job.k("get", "pdb", job.name, "-o", "json")).get("status", {})
-        return found
-
-    job.until(
-        lambda: budget().get("currentHealthy") == 3, 200, "the budget counts three healthy pods"
-    )
-    assert budget()["disruptionsAllowed"] == 0
-    for pod in (*job.pods("worker"), *job.pods("head")):
-        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
-        path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
-        said = job.k("create", "--raw", path, "-f", "-", text=json.dumps(eviction), check=False)
-        assert "disruption budget" in said, said
-    job.succeeds(6000)
-
-
-def test_a_drain_waits_for_the_budget_and_without_it_costs_only_the_ranks(job: Job) -> None:
-    job.apply(steps=8000)
-    job.trains()
-    pod = job.pods("worker")[0]
-    node = job.k("get", "pod", pod, "-o", "jsonpath={.spec.nodeName}")
-    mine = f"--pod-selector=app.kubernetes.io/instance={job.name},ray.io/node-type=worker"
-    drain = ["drain", node, "--ignore-daemonsets", "--delete-emptydir-data", mine]
-    try:
-        assert "disruption budget" in kubectl(*drain, "--timeout=20s", check=False)
-        assert pod in job.pods("worker"), "it was evicted although the budget protects it"
-        before = job.status
-        job.k("delete", "pdb", job.name)
-        kubectl(*drain, "--timeout=200s")
-    finally:
-        kubectl("uncordon", node)  # also with one node the operator's new pods have a place
-    job.succeeds(8000)
-    assert (job.status["rayClusterName"], job.status["jobId"]) == (
-        before["rayClusterName"],
-        before["jobId"],
-    ), "a retry"
-
-
 def test_the_run_of_a_failed_job_can_be_fetched(job: Job, tmp_path: Path) -> None:
     job.apply(steps=100, retries=0, faults="nan@rank=0,step=60", on_nan="stop")
     end = time.monotonic() + 900
@@ -294,30 +252,3 @@ def test_the_run_of_a_failed_job_can_be_fetched(job: Job, tmp_path: Path) -> Non
     assert '"kind": "nan"' in (run / "faults.jsonl").read_text(), "the fault fired"
     assert (run / "checkpoints" / "step_00000050" / "manifest.json").is_file()
     assert (run / "logs" / "rank0.log").stat().st_size
-
-
-def test_two_namespaces_at_once(cluster: None) -> None:
-    """Each with its own volume, token and policy; where the nodes have no room for both, one waits
-    for the other.
-    """
-    jobs = [Job("twin", space) for space in NAMESPACES]
-    try:
-        for job in jobs:
-            job.apply(steps=200, workers=1)
-        tokens = set()
-        for job in jobs:
-            job.succeeds(200)
-            cluster_name = job.status["rayClusterName"]
-            tokens.add(job.k("get", "secret", cluster_name, "-o", "jsonpath={.data.auth_token}"))
-        assert len(tokens) == 2, "both clusters have the same token"
-    finally:
-        for job in jobs:
-            job.k(
-                "delete",
-                "rayjob",
-                job.name,
-                "--ignore-not-found",
-                "--wait",
-                "--timeout=180s",
-                check=False,
-            )

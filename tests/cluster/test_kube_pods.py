@@ -28,7 +28,7 @@ from tests.harness import commands
 from tests.harness.cluster import computed_with
 from tests.harness.commands import torchrun
 from tests.harness.kube_server import ApiServer
-from tests.harness.kuberay import Operator, head_service, pods_of
+from tests.harness.kuberay import Operator
 from tests.harness.manifests import build
 from tests.harness.pods import Machine, RunningPod, missing
 from tests.harness.ranks import TINY
@@ -306,63 +306,6 @@ def test_pods_that_a_drain_has_emptied_end_and_are_replaced(
 
 
 @pytest.mark.full
-def test_a_worker_pod_ends_soon_when_its_head_is_gone(tmp_path: Path) -> None:
-    """Ray would ask the head for a drain until its raylet, without a head, ends after a minute."""
-    if reason := missing():
-        pytest.skip(reason)
-    objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
-    (job,) = [thing for thing in objects if thing["kind"] == "RayJob"]
-    maps = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "ConfigMap"}
-    head, worker, _ = pods_of("run", "nanoray", job, maps)
-    with Machine(tmp_path) as machine:
-        names = (head_service("run", "nanoray"), "run-head-svc")
-        for pod, aliases in ((head, names), (worker, ())):
-            running = machine.start(pod.name, pod.command, pod.env, pod.shm_bytes, aliases)
-            until(lambda: "Ray runtime started" in running.log, 300, pod.name)  # noqa: B023
-        machine.pods[head.name].kill()
-        seconds = machine.delete(worker.name, worker.grace_s, worker.pre_stop)
-        assert seconds < 45, machine.pods[worker.name].log
-        assert "nothing runs on this node any more" in machine.pods[worker.name].log
-
-
-@pytest.mark.full
-def test_stop_writes_a_checkpoint(
-    world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
-) -> None:
-    """`nanoray kube stop` on the same cluster: Ray's SIGTERM, a checkpoint, exit 143 of whoever
-    follows.
-    """
-    server, _, operator, volume = world
-    key = ("rayjobs", "nanoray", "words")
-    if key not in server.objects:
-        pytest.skip("the cluster of the test before is not there")
-    job = server.objects[key]
-    before = set((volume / "runs").glob("*/*"))
-    # Without the fault of the test before: nothing would wake a frozen rank here.
-    words = job["spec"]["entrypoint"].replace(
-        "--resume auto", "--resume none --max_steps 100000 --faults="
-    )
-    job["spec"]["entrypoint"] = words
-    job["metadata"]["name"] = "words2"
-    job["status"] = {
-        "rayClusterName": job["status"]["rayClusterName"],
-        "jobDeploymentStatus": "Initializing",
-    }
-    logs = Command("logs", "words", "--follow")
-    logs.wait_for(r"step +5/100000", 200)
-    code, output = run("stop", "words")
-    assert (code, "STOPPED" in output) == (0, True), output
-    assert logs.finish(200) == 143
-    (folder,) = set((volume / "runs").glob("*/*")) - before
-    assert json.loads((folder / "summary.json").read_text())["exit_code"] == 143
-    newest = max(int(re.sub(r"\D", "", p.name)) for p in (folder / "checkpoints").iterdir())
-    assert newest == len(losses(folder)), "the step that was under way when the signal came"
-    assert run("stop", "words", "--delete")[0] == 0
-    assert key not in server.objects
-    assert operator.errors == []
-
-
-@pytest.mark.full
 def test_a_plain_script_and_its_folder_run_in_pods(
     world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
 ) -> None:
@@ -443,25 +386,6 @@ def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
         (folder,) = (volume / "runs" / "statefulset").iterdir()
         assert_as_here(folder, tmp_path, recipe | {"dataset": str(volume / "words.txt")}, 3)
         assert pods[0].terminate(grace_s=60) < 60, "an idle pod ends at once"
-
-
-@pytest.mark.full
-def test_a_pod_of_the_statefulset_checkpoints_at_sigterm(tmp_path: Path, text: Path) -> None:
-    """The kubelet's SIGTERM reaches the rank through the shell; all ranks agree on the step and
-    save it.
-    """
-    recipe = RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10}
-    command, thing, volume = statefulset(tmp_path, text, recipe)
-    with Machine(volume) as machine:
-        pods = start_ranks(machine, command, thing)
-        until(lambda: "step     50/" in pods[0].log, 300, "\n".join(p.log for p in pods))
-        assert pods[1].terminate(grace_s=100) < 100
-        until(lambda: not any(p.alive for p in pods), 100, "the others stop with it")
-        (folder,) = (volume / "runs" / "statefulset").iterdir()
-        summary = json.loads((folder / "summary.json").read_text())
-        assert summary["exit_code"] == 143
-        (checkpoint,) = (folder / "checkpoints").iterdir()
-        assert int(re.sub(r"\D", "", checkpoint.name)) > 50
 
 
 # What the operator would generate for the other overlays, without starting it.

@@ -5,10 +5,7 @@ stopped by a SIGTERM.
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +50,6 @@ def machine(tmp_path: Path) -> Any:
         yield machine
 
 
-def ranks_of(pod: RunningPod) -> list[int]:
-    """The pids, on this machine, of the pod's processes with a rank."""
-    found, own = [], os.readlink(f"/proc/{pod.init}/ns/pid")
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                os.readlink(folder / "ns" / "pid") == own
-                and b"\0RANK=" in (folder / "environ").read_bytes()
-            ):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                found += [int(folder.name)] if b"nanoray.train" in words else []
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.full
 def test_three_ranks_in_one_pod_train_and_a_killed_one_costs_a_restart(
     machine: Machine, text: Path, tmp_path: Path
@@ -87,21 +68,3 @@ def test_three_ranks_in_one_pod_train_and_a_killed_one_costs_a_restart(
     assert '"kind": "kill"' in (folder / "faults.jsonl").read_text(), "the fault fired"
     plain = RECIPE | {"max_steps": 40, "dataset": str(machine.volume / "words.txt")}
     assert_as_here(folder, tmp_path, plain, 3)
-
-
-@pytest.mark.full
-def test_the_pod_checkpoints_at_sigterm(machine: Machine, text: Path) -> None:
-    """The kubelet's SIGTERM reaches torchrun, which is the container's first process, and through
-    it every rank.
-    """
-    pod = start(
-        machine, text, RECIPE | {"max_steps": 100000, "checkpoint_every": 0, "log_every": 10}
-    )
-    until(lambda: "step     50/" in pod.log, 200, pod.log)
-    assert len(ranks_of(pod)) == 3
-    os.kill(pod.init, signal.SIGTERM)
-    until(lambda: not pod.alive, 100, pod.log)
-    (folder,) = (machine.volume / "runs" / "torchrun").iterdir()
-    assert json.loads((folder / "summary.json").read_text())["exit_code"] == 143
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    assert int(re.sub(r"\D", "", checkpoint.name)) > 50

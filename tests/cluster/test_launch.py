@@ -203,21 +203,6 @@ def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
     assert "ray " not in output
 
 
-@pytest.mark.full
-def test_an_interface_that_no_node_has_ends_the_run_at_once(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """The ranks refuse it before they meet. It was tried three times, with 92 lines of tracebacks."""
-    code, output = finish(start(cluster, recipe, tmp_path, GLOO_SOCKET_IFNAME="nowhere0"))
-    assert code == 2, output
-    assert "GLOO_SOCKET_IFNAME = 'nowhere0' names no interface ('nowhere0') on " in output
-    assert "set it to one of these, or unset it" in output
-    assert "Traceback" not in output
-    assert "restart " not in output
-    assert "Checkpoints and logs" not in output
-    assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
-
-
 def test_no_cluster_at_the_address_says_so(recipe: Path, tmp_path: Path) -> None:
     with closed_port() as port:
         code, output = launch(None, recipe, tmp_path, "--ray_address", f"127.0.0.1:{port}")
@@ -297,18 +282,6 @@ def test_ray_job_submit_runs_the_example(
     info = job(cluster, submission)
     assert (info["status"], info["driver_exit_code"]) == ("SUCCEEDED", 0)
     assert info["metadata"]["owner"] == "test"
-
-
-@pytest.mark.full
-def test_a_failing_job_has_its_exit_code(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    code, output = submit(cluster, recipe, tmp_path, "--n_head", "3")
-    assert code != 0
-    assert "n_embd = 32 is not a multiple of n_head = 3" in output
-    (submission,) = set(re.findall(r"raysubmit_\w+", output))
-    assert (job(cluster, submission)["status"], job(cluster, submission)["driver_exit_code"]) == (
-        "FAILED",
-        2,
-    )
 
 
 @pytest.mark.full

@@ -82,16 +82,6 @@ def test_ranks_end_at_every_point(
     assert_same_run(tmp_path / "out", expected)
 
 
-@rests_on("A1", "A2", "A3", "A9", "A13")
-@pytest.mark.full
-def test_all_ranks_but_one_are_lost_at_once(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    plan = "kill@rank=0,step=6,phase=backward;kill@rank=2,step=6,phase=backward"
-    expected = clean(recipe, tmp_path / "clean", 12)
-    found = rehearse(cluster, recipe, tmp_path / "out", plan, *OVER_STAND_IN, "--max_steps", "12")
-    assert_in_place(found)
-    assert_same_run(tmp_path / "out", expected)
-
-
 @rests_on("A1", "A2", "A3", "A5", "A9", "A10", "A13")
 @pytest.mark.full
 def test_the_network_reports_a_lost_peer(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
@@ -102,33 +92,6 @@ def test_the_network_reports_a_lost_peer(cluster: Cluster, recipe: Path, tmp_pat
     flags = (*OVER_STAND_IN, "--max_steps", "12")
     found = rehearse(cluster, recipe, tmp_path / "out", plan, *flags, **env)
     assert_in_place(found)
-    assert_same_run(tmp_path / "out", expected)
-
-
-@rests_on("A1", "A2", "A3", "A9")
-@pytest.mark.full
-def test_a_group_shrinks_and_grows_again(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    plan = "kill@rank=1,step=6,phase=backward"
-    flags = ("--recovery", "shrink", "--replace_timeout", "0", "--max_steps", "400")
-    found = rehearse(cluster, recipe, tmp_path / "out", plan, *OVER_STAND_IN, *flags)
-    (report,) = found
-    assert report["recovery"] == "shrink"
-    assert report["steps_repeated"] == 0
-    assert summary(tmp_path / "out")["world_size"] == 3, "it has grown again"
-
-
-@rests_on("A1")
-@pytest.mark.full
-def test_without_abort_all_ranks_start_again(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """The default: a lost rank means a restart from the newest checkpoint, here of step 8."""
-    plan = "kill@rank=1,step=10,phase=backward"
-    flags = ("--backend", BACKEND, "--max_steps", "16", "--timeout_s", "30")
-    expected = clean(recipe, tmp_path / "clean", 16)
-    (report,) = rehearse(cluster, recipe, tmp_path / "out", plan, *flags)
-    assert report["recovery"] == "restart"
-    assert 1 <= report["steps_repeated"] <= 5
     assert_same_run(tmp_path / "out", expected)
 
 

@@ -140,29 +140,6 @@ def test_a_rank_dies_while_the_replacement_of_another_is_awaited(
 
 
 @pytest.mark.full
-def test_a_rank_that_was_left_out_saves_for_one_that_is_frozen(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """Ranks 0 and 2 hold one half of each layer, 1 and 3 the other.
-
-    All others have done the same steps when rank 3 is lost, so the whole replica saves: 0 and 1.
-    """
-    ranks = ("--workers", "4", "--tp", "2", "--cpus_per_worker", "0.5")
-    driver = start(cluster, recipe, tmp_path, *LONG, *ranks, "--faults", "kill@rank=3,step=30")
-    wait_for(lambda: trains(tmp_path), process=driver)
-    wait_for(lambda: "failure  rank 3" in driver.output, process=driver)  # all others wait now
-    os.kill(pid_of(tmp_path, 0), signal.SIGSTOP)
-    driver.terminate()
-    code, output = finish(driver)
-    assert code == 143, output
-    assert "failure  rank 0" in output, output
-    assert "s while the others saved, in " in output
-    assert output.count("save     2 rank(s) are left and hold the run's state") == 2, output
-    assert saved_step(tmp_path) >= max(losses(tmp_path))
-    assert no_actors_left(cluster)
-
-
-@pytest.mark.full
 def test_a_rank_dies_while_the_head_is_frozen(recipe: Path, tmp_path: Path) -> None:
     """Its port accepts connections, and no request is answered. The other rank saves."""
     with ray_head(dashboard=False) as cluster:

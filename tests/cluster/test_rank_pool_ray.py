@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import leaks
-from tests.harness.cluster import Cluster, end_session, in_driver, left_behind, no_actors_left
+from tests.harness.cluster import Cluster, end_session, in_driver, no_actors_left
 from tests.harness.commands import run, wait_for
 
 TINY = (
@@ -49,16 +47,6 @@ def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict
         ("broadcast", ranks, 0),
     ]
     return report["conditions"]
-
-
-@pytest.mark.full
-def test_a_local_ray_leaves_nothing(tmp_path: Path, forked_ray: dict[str, str]) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    env |= {"HOME": str(tmp_path)} | forked_ray
-    before = leaks.entries()
-    told = collectives(tmp_path / "c.json", "--ray_address", "local", env=env, ranks=1)
-    assert told["ranks"]["on hosts"] == "1 (1)"
-    assert left_behind(before) == []
 
 
 @pytest.mark.full

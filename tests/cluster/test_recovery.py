@@ -29,7 +29,6 @@ from tests.harness.cluster import (
     no_actors_left,
     only_report,
     pid_of,
-    ray_head,
     reports,
     start,
     summary,
@@ -202,103 +201,6 @@ def test_every_phase_of_a_step_with_a_sharded_state(
     assert {r["recovery"] for r in reports(out)} <= {"in_place", "spare"}, output
     assert [r["steps_repeated"] for r in reports(out)] == [0] * len(places)
     assert_same_run(out, tmp_path / "clean")
-    assert no_actors_left(cluster)
-
-
-@pytest.mark.full
-def test_a_part_of_each_layer_is_replaced_from_the_other_replica(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """dp 2 × tp 2: two ranks after one another; then both that hold one part, which only a
-    checkpoint has.
-    """
-    flags = (*EVERY_FIVE, *of(4), "--tp", "2", "--spares", "0", "--max_steps", "25")
-    undisturbed(recipe, tmp_path / "clean", *flags)
-    places = ["kill@rank=1,step=6,phase=backward", "kill@rank=2,step=9,phase=log"]
-    places += ["kill@rank=0,step=18,phase=forward", "kill@rank=2,step=18,phase=forward"]
-    out = tmp_path / "out"
-    code, output = finish(
-        start(cluster, recipe, out, *flags, "--max_failures", "9", "--faults", ";".join(places)),
-        500,
-    )
-    assert code == 0, output
-    assert fired(out) == ["kill"] * 4, output
-    found = [(report["recovery"], report["steps_repeated"]) for report in reports(out)]
-    assert found[:2] == [("in_place", 0), ("in_place", 0)], output
-    assert found[-1] == ("restart", 2), output
-    assert_same_run(out, tmp_path / "clean")
-    assert no_actors_left(cluster)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("mode", "more"),
-    [
-        ("ddp", ("--cp_attention", "all_gather")),
-        ("zero1", ()),
-        ("fsdp", ("--tp", "2")),
-        ("ddp", ("--tp", "2")),
-    ],
-)
-def test_a_rank_with_a_part_of_the_sequences_is_replaced(
-    cluster: Cluster, recipe: Path, tmp_path: Path, mode: str, more: tuple[str, ...]
-) -> None:
-    """cp 2, twice or beside tp: a rank dies while keys and values, or their gradients, travel."""
-    flags = (*EVERY_FIVE, *of(4), "--cp", "2", "--dp_mode", mode, *more, "--spares", "0")
-    flags = (*flags, "--dropout", "0.1", "--max_steps", "14")
-    undisturbed(recipe, tmp_path / "clean", *flags)
-    places = ["kill@rank=1,step=6,phase=exchange_keys_values"]
-    places += ["kill@rank=2,step=9,phase=exchange_keys_values_grad"]
-    out = tmp_path / "out"
-    driver = start(
-        cluster, recipe, out, *flags, "--max_failures", "9", "--faults", ";".join(places)
-    )
-    code, output = finish(driver, 500)
-    assert code == 0, output
-    assert fired(out) == ["kill"] * 2, output
-    found = [(report["recovery"], report["steps_repeated"]) for report in reports(out)]
-    assert found == [("in_place", 0), ("in_place", 0)], output
-    assert_same_run(out, tmp_path / "clean")
-    assert no_actors_left(cluster)
-
-
-@pytest.mark.full
-def test_two_halves_of_the_sequences_train_alone_after_the_loss_of_another(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """dp 2 × cp 2 loses rank 1, and goes on with as many ranks as make a whole replica."""
-    flags = (*EVERY_FIVE, *of(4), "--cp", "2", "--recovery", "shrink", "--spares", "0")
-    flags = (*flags, "--replace_timeout", "0", "--max_steps", "10")
-    plan = "kill@rank=1,step=6,phase=exchange_keys_values_grad"
-    out = tmp_path / "out"
-    code, output = finish(start(cluster, recipe, out, *flags, "--faults", plan, *PATIENT), 500)
-    assert code == 0, output
-    assert fired(out) == ["kill"]
-    (report,) = reports(out)
-    assert (report["rank"], report["recovery"], report["steps_repeated"]) == (1, "shrink", 0)
-    assert "4 -> 2 rank(s) = dp 1 × cp 2 with the same global batch" in output
-    assert no_actors_left(cluster)
-
-
-@pytest.mark.full
-def test_a_share_that_is_lost_with_its_mirror_is_read_from_the_checkpoint(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    flags = (*EVERY_FIVE, *of(3), "--dp_mode", "zero1", "--max_steps", "16", "--spares", "0")
-    undisturbed(recipe, tmp_path / "clean", *flags)
-    plan = "kill@rank=1,step=13,phase=backward;kill@rank=2,step=13,phase=backward"
-    out = tmp_path / "out"
-    code, output = launch(cluster, recipe, out, *flags, "--faults", plan)
-    assert code == 0, output
-    assert fired(out) == ["kill", "kill"]
-    (report,) = reports(out)
-    assert (report["recovery"], report["steps_repeated"]) == ("restart", 2)
-    assert (
-        "shares of the state are lost, each with its mirror: that of rank 1 with rank 2"
-        in report["consequences"]
-    )
-    assert "mirror   shares of the state are lost" in output
-    assert_same_losses(out, tmp_path / "clean")
     assert no_actors_left(cluster)
 
 
@@ -562,66 +464,6 @@ def test_a_frozen_process_is_ended_by_a_task_on_its_node(cluster: Cluster) -> No
 
 
 @pytest.mark.full
-def test_a_rank_frozen_for_longer_than_ray_tries_to_connect_to_it_is_replaced(
-    recipe: Path, clean: dict[int, Path], tmp_path: Path
-) -> None:
-    """The raylet connects to a worker when the dashboard asks it to; here it cannot, and so it does
-    not end it.
-    """
-    flags = (
-        "--eval_every",
-        "5",
-        "--checkpoint_every",
-        "0",
-        "--spares",
-        "0",
-        "--hang_timeout",
-        "25",
-    )
-    with ray_head(NODE_STATS_UPDATE_INTERVAL_SECONDS="3") as head:
-        code, output = launch(
-            head, recipe, tmp_path, *flags, "--faults", "stop@rank=0,step=15,phase=backward"
-        )
-    assert code == 0, output
-    assert fired(tmp_path) == ["stop"], "the fault did not fire"
-    assert "replace  1/3 rank 0" in output, output
-    assert_same_losses(tmp_path, clean[2])
-
-
-@pytest.mark.full
-def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
-    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
-) -> None:
-    """Rank 0 serves the store: who asks a frozen server waits for ever, for no timeout counts while
-    it is connected.
-    """
-    driver = start(cluster, recipe, tmp_path, *EVERY_FIVE, "--hang_timeout", "8")
-    pid = pid_of(tmp_path, 0, driver)
-    os.kill(pid, signal.SIGSTOP)
-    code, output = finish(driver)
-    assert code == 0, output
-    assert re.search(
-        rf"rank 0 \(pid {pid}, .*\) made no progress for \d+ s in \w+ of step \d+ and does not "
-        r"answer",
-        output,
-    )
-    assert_same_losses(tmp_path, clean[2])
-    assert no_actors_left(cluster)
-
-
-@pytest.mark.full
-def test_nobody_left_means_a_restart_from_the_checkpoint(
-    cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
-) -> None:
-    plan = "kill@rank=0,step=15,phase=forward;kill@rank=1,step=15,phase=forward"
-    flags = ("--eval_every", "5", "--checkpoint_every", "10", "--faults", plan)
-    code, output = launch(cluster, recipe, tmp_path, *flags)
-    assert code == 0, output
-    assert "restart  1/3 from the newest checkpoint" in output
-    assert_same_losses(tmp_path, clean[2])
-
-
-@pytest.mark.full
 def test_an_exception_is_the_cause_and_twice_is_enough(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
@@ -645,43 +487,6 @@ def test_divergence_is_not_retried_and_keeps_its_exit_code(
     result = summary(tmp_path)
     assert result["exit_code"] == 5
     assert result["exit_reason"].startswith("failed: rank ")
-
-
-@pytest.mark.full  # test_driver has it with scripted ranks
-def test_a_rank_that_is_lost_after_the_last_checkpoint_changes_nothing(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """Not even where no failure is allowed: the run is complete, and rank 0 says so."""
-    flags = ("--max_steps", "6", "--max_failures", "0", "--faults", "kill@rank=1,step=6,phase=last")
-    code, output = launch(cluster, recipe, tmp_path, *flags)
-    assert fired(tmp_path) == ["kill"]
-    assert code == 0, output
-    assert "\nrestart  " not in output
-    assert summary(tmp_path)["exit_reason"] == "finished"
-
-
-@pytest.mark.full  # test_driver has it with scripted ranks
-def test_ranks_that_cannot_share_the_batch_save_what_they_hold(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """Two of three hold all shares. They do no step, and the run goes on from what they have saved."""
-    flags = (
-        "--workers",
-        "3",
-        "--cpus_per_worker",
-        "0.5",
-        "--dp_mode",
-        "zero1",
-        "--global_batch_size",
-        "9",
-    )
-    flags += ("--checkpoint_every", "10", "--replace_timeout", "0.2", "--spares", "0")
-    code, output = launch(
-        cluster, recipe, tmp_path, *flags, "--faults", "kill@rank=1,step=19,phase=forward"
-    )
-    assert code == 0, output
-    assert "save     2 rank(s) are left and hold the run's state" in output
-    assert reports(tmp_path)[0]["steps_repeated"] == 0
 
 
 @pytest.mark.full

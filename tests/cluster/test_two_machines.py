@@ -236,28 +236,7 @@ def test_a_cut_that_outlasts_the_timeouts_ends_both_and_a_resume_goes_on(
     assert steps_of(hosts.volume / "runs") == list(range(1, STEPS + 1))
 
 
-@pytest.mark.full
-def test_loss_in_one_direction_changes_no_bit(hosts: Hosts, here: Path, tmp_path: Path) -> None:
-    for name in ("alpha", "beta"):
-        hosts.host(name)
-    hosts.net.shape("beta", "down", loss=0.05)
-    ranks = Ranks(hosts, tmp_path)
-    assert ranks.finish(200) == [0, 0], ranks.output() + ranks.output(1)
-    counts = hosts.net.counts("beta")
-    assert (counts["received_lost"] > 20, counts["sent_lost"]) == (True, 0)
-    assert_same_run(hosts.volume / "runs", here)
-
-
 # ---- Ray -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_ray_on_three_hosts_spreads_the_ranks(hosts: Hosts, text: Path, tmp_path: Path) -> None:
-    ray_on(hosts, "alpha", "beta", "gamma")
-    hosts.net.shape("gamma", delay_s=0.01)
-    process, log = launch(hosts, "--workers", "3")
-    wait_for_end(process, log)
-    assert_same_run(hosts.volume / "runs", train_here(tmp_path / "three", text, 3))
 
 
 @pytest.mark.full

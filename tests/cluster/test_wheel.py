@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.manifests import require_kubectl
-
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "nanoray", "kuberay")
 
@@ -109,46 +107,6 @@ def test_every_module_comes_from_the_wheel(installed: Path, elsewhere: Path) -> 
     assert {
         name: place for name, place in found.items() if not place.startswith(f"{installed.parent}/")
     } == {}
-
-
-@pytest.mark.full
-def test_launch_trains_a_preset_with_a_ray_of_its_own(
-    installed: Path, elsewhere: Path, text: Path
-) -> None:
-    flags = (
-        "--dataset",
-        text,
-        "--data_dir",
-        elsewhere / "cache",
-        "--max_steps",
-        "4",
-        "--workers",
-        "1",  # each worker of Ray imports torch anew
-    )
-    output = run(
-        installed / "nanoray",
-        "launch",
-        "--preset",
-        "tiny",
-        *flags,
-        "--device",
-        "cpu",
-        cwd=elsewhere,
-    )
-    assert "finished 4 steps" in output
-    assert (elsewhere / "runs").is_dir()
-
-
-@pytest.mark.full
-def test_kube_render_finds_the_manifests(installed: Path, elsewhere: Path) -> None:
-    require_kubectl()
-    flags = ("--preset", "tiny", "--workers", "2", "--dataset", "stdlib")
-    for device, tag in (("cpu", "cpu"), ("cuda", "cuda"), ("mig", "cuda")):
-        output = run(
-            installed / "nanoray", "kube", "render", *flags, "--device", device, cwd=elsewhere
-        )
-        assert "kind: RayJob" in output
-        assert f"-{tag}\n" in output
 
 
 def test_every_manifest_is_in_the_wheel(installed: Path) -> None:

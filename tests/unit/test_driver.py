@@ -317,6 +317,28 @@ def test_a_newcomer_that_cannot_work_is_tried_elsewhere(
     assert second.avoids == [first.facts["node"]]
 
 
+@pytest.mark.parametrize("recovery", ["in_place", "shrink"])
+def test_a_newcomer_that_cannot_work_anywhere(tmp_path: Path, recovery: str) -> None:
+    """After three nodes the others go on without it, or save and end with the newcomer's error and
+    exit code.
+    """
+    run = Run(tmp_path, recovery=recovery, max_failures=9)
+    run.ray.refusing_starts[1] = 9
+    run.ray.at(10.3, run.ray.die, 1)
+    outcome = run()
+    assert run.causes == [(1, "killed"), *[(1, "refused")] * 3]
+    if recovery == "shrink":
+        assert ended_well(outcome, world_size=2)
+        return
+    assert saved(run)
+    assert (outcome["ok"], outcome["exit_code"]) == (False, 5)
+    assert (
+        "no shared folder. Gave up: its replacement could not work on three nodes."
+        in outcome["message"]
+    )
+    assert f"Saved at step {run.ray.saved}." in outcome["message"]
+
+
 @pytest.mark.parametrize("victim", range(3))
 def test_without_a_head_the_others_save(tmp_path: Path, victim: int) -> None:
     run = Run(tmp_path)
@@ -487,6 +509,19 @@ def test_a_newcomer_that_always_dies(
     assert ended_well(outcome, world_size=2)
     assert what(run) == [(1, "killed", "shrink", 0)]
     assert "shrink   1/3 3 -> 2 rank(s) with the same global batch, until rank 1 is back" in output
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_survivor_dies_while_a_replacement_is_awaited(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    """The third rank still holds the state: nothing is repeated, and both deaths are reported."""
+    run = Run(tmp_path)
+    run.ray.at(10.3, run.ray.die, first)
+    run.ray.at(11.3, run.ray.die, second)
+    assert ended_well(run())
+    assert run.causes == [(first, "killed"), (second, "killed")]
+    assert what(run) == [(first, "killed", "", None), (second, "killed", "in_place", 0)]
 
 
 def test_a_rank_dies_after_another_had_finished(tmp_path: Path) -> None:

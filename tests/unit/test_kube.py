@@ -18,21 +18,17 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.config import load_config, load_settings, make_config
-from nanoray.errors import ConfigError
-from nanoray.kube import kustomize
+from nanoray.config import load_settings, make_config
 from nanoray.kube.__main__ import main
 from nanoray.kube.gpus import gpu_requests
-from nanoray.kube.kustomize import containers, groups
+from nanoray.kube.kustomize import groups
 from nanoray.kube.render import KUBE_DIR
 from nanoray.launch.program.flags import ProgramCommand
-from tests.harness.foreign import gpt2_weights
 from tests.harness.kube_rules import DRAIN, cluster_spec, problems, templates
 from tests.harness.manifests import build, render
 from tests.harness.pods import missing
 
 pytestmark = pytest.mark.usefixtures("kubectl")
-ROOT = KUBE_DIR.parent
 OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
 FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")]
 WITHOUT_RAY = [
@@ -182,30 +178,6 @@ def test_the_head_alone_has_the_credentials_of_object_storage(tmp_path: Path) ->
             assert secret not in container["envFrom"]
 
 
-def test_versions_are_the_same_everywhere() -> None:
-    """Ray's and nanoray's version: constraints, pyproject, image, manifests."""
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    constraints = (ROOT / "constraints.txt").read_text()
-    ray = re.search(r"^ray==([\d.]+)$", constraints, re.M)[1]  # type: ignore[index]
-    own = re.search(r'^version = "([\d.]+)"', pyproject, re.M)[1]  # type: ignore[index]
-    for device in ("cpu", "cuda"):
-        assert f"\nray=={ray} " in (
-            ROOT / "docker" / f"requirements-{device}.txt"
-        ).read_text().replace("[default]", "")
-    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
-    assert f"nanoray:{own}-ray{ray}-cpu" in dockerfile
-    assert f'image.version="{own}"' in dockerfile
-    assert f"Ray {ray}" in dockerfile
-    for folder in FOLDERS:
-        for thing in build(KUBE_DIR / folder):
-            for container in containers(thing):
-                assert re.fullmatch(rf"nanoray:{own}-ray{ray}-(cpu|cuda)", container["image"]), (
-                    folder
-                )
-            if spec := cluster_spec(thing):
-                assert spec["rayVersion"] == ray
-
-
 def test_the_dashboard_shows_metrics_that_exist() -> None:
     from nanoray.machine.metrics import METRICS
 
@@ -220,23 +192,7 @@ def _worker(job: Object) -> Object:
     return job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
 
 
-def _pod(job: Object) -> Object:
-    return _worker(job)["template"]["spec"]
-
-
 # kubectl.
-
-
-def test_without_kubectl_a_render_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("nanoray.kube.render.build", kustomize.build)
-    flags = ["--preset", "tiny", "--workers", "2", "--device", "cpu", "--dataset", "stdlib"]
-    assert main(["render", *flags]) == 2
-    error = capsys.readouterr().err
-    assert "kubectl builds the manifests in" in error
-    assert "install kubectl, and put its folder on PATH" in error
 
 
 # nanoray kube render.
@@ -282,17 +238,6 @@ def test_render_carries_the_configuration_along() -> None:
         assert {"name": "config", "mountPath": "/etc/nanoray", "readOnly": True} in pod[
             "containers"
         ][0]["volumeMounts"]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "downloads"),
-    [("auto", True), ("shakespeare", True), ("stdlib", False), ("/data/text.txt", False)],
-)
-def test_only_a_run_on_shakespeare_has_the_job_that_downloads_it(
-    dataset: str, downloads: bool
-) -> None:
-    kinds = [thing["kind"] for thing in render(kube_config(dataset=dataset), 0.0)]
-    assert ("Job" in kinds) is downloads
 
 
 def test_each_job_has_a_disruption_budget_of_its_own() -> None:
@@ -395,113 +340,6 @@ def test_with_gcs_fault_tolerance_the_driver_is_not_on_the_head() -> None:
             assert ("entrypointResources" in rendered) == bool(options)
 
 
-@pytest.mark.parametrize(
-    ("overlay", "ranks_per_pod"), [("gpu-dra", 1), ("gpu-dra", 2), ("mig-dra", 1)]
-)
-def test_pods_that_claim_gpus_claim_one_for_each_rank(overlay: str, ranks_per_pod: int) -> None:
-    """In a template of the job's own, with the overlay's class and selectors."""
-    (before,) = _claimed(build(KUBE_DIR / "overlays" / overlay / "job"))
-    kube = {"overlay": overlay, "ranks_per_pod": ranks_per_pod}
-    objects = render(kube_config(device="cuda", workers=2, kube=kube), 0.0)
-    (after,) = _claimed(objects)
-    assert after["exactly"] == before["exactly"] | {"count": ranks_per_pod}
-    assert of_kind(objects, "ResourceClaimTemplate")["metadata"]["name"] == "my-run-gpus"
-    worker = _worker(of_kind(objects, "RayJob"))
-    assert worker["rayStartParams"]["num-gpus"] == str(ranks_per_pod)
-
-
-def _claimed(objects: list[Object]) -> list[Object]:
-    """Return the requests for GPUs of the worker pods of the RayJob among these objects."""
-    return gpu_requests(_pod(of_kind(objects, "RayJob")), objects)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"device": "auto"}, "give --workers N --device"),
-        ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
-        (
-            {"device": "mig", "kube": {"ranks_per_pod": 2}},
-            "ranks_per_pod = 2, device = mig with MIG slices: a process sees only one slice",
-        ),
-        (
-            {
-                "device": "mig",
-                "workers": 8,
-                "global_batch_size": 16,
-                "kube": {"overlay": "single-pod"},
-            },
-            "use --ranks_per_pod 1",
-        ),
-        ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
-        ({"init_from": "/home/me/gpt2"}, "init_from = /home/me/gpt2 is a path of this machine"),
-        ({"resume": "auto"}, "is no folder of the volume; give --resume /data/runs/FOLDER"),
-        ({"kube": {"gpu_resource": "nvidia.com/gpu"}}, "would be ignored: pods of device = cpu"),
-    ],
-)
-def test_render_refuses(values: Object, text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        render(kube_config(**values), 0.0)
-    assert text in str(refused.value)
-
-
-def test_render_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file with a `kube:` section trains locally as it is; flags win over it; the output reads
-    back.
-    """
-    file = tmp_path / "mine.yaml"
-    recipe = json.loads(load_config(None, "tiny").to_json())
-    keep = (
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "block_size",
-        "global_batch_size",
-        "max_steps",
-        "eval_samples",
-    )
-    values = {k: recipe[k] for k in keep} | {"dataset": "stdlib", "workers": 2, "device": "cpu"}
-    file.write_text(yaml.safe_dump(values | {"kube": {"namespace": "one", "cpus": 2}}))
-    assert load_config(str(file)).kube.cpus == 2
-    assert main(["render", "--config", str(file), "--namespace", "two"]) == 0
-    objects = list(yaml.safe_load_all(capsys.readouterr().out))
-    job = of_kind(objects, "RayJob")
-    assert (job["metadata"]["namespace"], job["metadata"]["name"]) == ("two", "mine")
-    assert job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["rayStartParams"]["num-cpus"] == "2"
-    assert objects[0]["kind"] == "Namespace"
-    assert main(["render", "--config", str(file), "--cpus", "much"]) == 2
-    assert "kube.cpus = 'much'" in capsys.readouterr().err
-
-
-def test_weights_on_the_volume_are_read_in_the_pod(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Sizes of a preset give way to theirs there; what the user gave is kept, and compared there."""
-    flags = ["--preset", "shakespeare-char", "--block_size", "96", "--workers", "2"]
-    flags += [
-        "--device",
-        "cpu",
-        "--dataset",
-        "shakespeare",
-        "--init_from",
-        "/data/gpt2.safetensors",
-    ]
-    assert main(["render", *flags]) == 0
-    objects = list(yaml.safe_load_all(capsys.readouterr().out))
-    (text,) = [thing for thing in objects if thing["metadata"]["name"].endswith("-config")]
-    carried = yaml.safe_load(text["data"]["config.yaml"])
-    assert carried["init_from"] == "/data/gpt2.safetensors"
-    assert carried["block_size"] == 96
-    assert "n_layer" not in carried
-
-    # As the launcher in the pod loads it
-    weights = gpt2_weights(tmp_path / "gpt2.safetensors", positions=128)
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(carried | {"init_from": str(weights)}))
-    config = load_config(str(file))
-    assert (config.n_layer, config.n_embd, config.block_size) == (2, 32, 96)
-
-
 # Programs.
 
 
@@ -542,46 +380,6 @@ def test_a_program_is_unpacked_on_the_volume_and_run_by_nanoray_run(
     assert (run.kind, run.words) == ("script", ["train.py", "--lr", "0.1", "a b"])
     assert (run.config.workers, run.config.device, run.tee) == (4, "cpu", "all")
     assert run.config.out_dir == folder.replace("/code/", "/runs/")
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--", "train.py"], "device = auto: the pods are made for this run"),
-        (["train.py"], "train.py is a program; write `nanoray kube submit [flags] -- train.py`"),
-        (["--workers", "2", "--device", "cpu", "--", "tain.py"], "tain.py is no file"),
-        (
-            ["--workers", "2", "--device", "cpu", "--", "big/train.py"],
-            "(the largest: big/words.bin",
-        ),
-    ],
-)
-def test_a_program_that_cannot_travel_is_refused_before_anything_is_sent(
-    words: list[str],
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "big").mkdir()
-    for script in ("train.py", "big/train.py"):
-        (tmp_path / script).touch()
-    if "big" in text:
-        (tmp_path / "big" / "words.bin").write_bytes(os.urandom(2**20))
-    assert main(["submit", *words]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_a_program_of_the_image_needs_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--workers", "2", "--device", "cpu", "--name", "mine"]
-    assert main(["render", *flags, "--", "/opt/mine/train.py"]) == 0
-    out, error = capsys.readouterr()
-    job = of_kind(list(yaml.safe_load_all(out)), "RayJob")
-    assert job["spec"]["entrypoint"].startswith("cd /opt/mine && exec python -m nanoray run ")
-    assert job["metadata"]["name"] == "mine"
-    assert error == ""
 
 
 # Scripts.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from nanoray.kube.__main__ import main
 from nanoray.kube.cluster import Api, ApiError, KubeError
 from nanoray.kube.fetch import fetch
 from nanoray.kube.follow import Follower
-from nanoray.kube.pods import troubles
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
 
 pytestmark = pytest.mark.usefixtures("kubectl")
@@ -49,52 +47,6 @@ def pod(server: ApiServer, name: str, status: Object) -> None:
 
 
 # No cluster, no right, no KubeRay.
-
-
-def test_no_kubeconfig(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: list[str], capsys: Any
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    assert main(submit) == 4
-    assert "no cluster: " in (error := capsys.readouterr().err)
-    assert "set KUBECONFIG" in error
-
-
-def test_no_kuberay_gives_the_install_command(
-    server: ApiServer, submit: list[str], capsys: Any
-) -> None:
-    server.kuberay = False
-    assert main(submit) == 4
-    error = capsys.readouterr().err
-    assert "KubeRay is not installed in this cluster; helm repo add kuberay" in error
-    assert server.objects == {}, "nothing was applied"
-
-
-@pytest.mark.parametrize(
-    ("refusal", "answer", "text"),
-    [
-        (
-            "PATCH rayjobs",
-            (403, 'User "me" cannot patch resource'),
-            "RayJob words: User",
-        ),
-        ("PATCH networkpolicies", (404, "the server could not find"), "take it out of the overlay"),
-        ("PATCH jobs", (422, "field is immutable"), "Job nanoray-dataset: field is immutable"),
-    ],
-)
-def test_refusals_of_the_api_server(
-    server: ApiServer,
-    submit: list[str],
-    capsys: Any,
-    refusal: str,
-    answer: tuple[int, str],
-    text: str,
-) -> None:
-    server.refusals[refusal] = answer
-    assert main([*submit, "--dataset", "shakespeare"]) == 4  # which alone has the Job
-    error = capsys.readouterr().err
-    assert answer[1] in error
-    assert text in error
 
 
 def test_a_job_that_runs_is_not_replaced(server: ApiServer, submit: list[str], capsys: Any) -> None:
@@ -139,54 +91,6 @@ PENDING = {
         }
     ],
 }
-NO_IMAGE = {
-    "phase": "Pending",
-    "containerStatuses": [
-        {
-            "image": "nanoray:x",
-            "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
-        }
-    ],
-}
-
-
-def _waiting(reason: str, message: str = "") -> Object:
-    return {"containerStatuses": [{"state": {"waiting": {"reason": reason, "message": message}}}]}
-
-
-OOM = {
-    "containerStatuses": [
-        {
-            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-            "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
-        }
-    ]
-}
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "fatal"),
-    [
-        (PENDING, "cannot be scheduled: 0/1 nodes: 1 Insufficient cpu", False),
-        (
-            NO_IMAGE,
-            "image nanoray:x not found: not found; build and import it with "
-            "kuberay/scripts/image.sh",
-            True,
-        ),
-        (
-            _waiting("CreateContainerConfigError", 'configmap "c" not found'),
-            'configmap "c" not found',
-            True,
-        ),
-        (OOM, "ended with 137 (OOMKilled); raise --memory_gib", False),
-        ({"initContainerStatuses": NO_IMAGE["containerStatuses"]}, "not found", True),
-    ],
-)
-def test_troubles_of_pods(status: Object, text: str, fatal: bool) -> None:
-    (trouble,) = troubles([{"metadata": {"name": "p"}, "status": status}])
-    assert text in trouble.text
-    assert trouble.fatal is fatal
 
 
 def test_an_unschedulable_pod_is_said_at_once_and_waited_for(server: ApiServer) -> None:
@@ -201,83 +105,7 @@ def test_an_unschedulable_pod_is_said_at_once_and_waited_for(server: ApiServer) 
     )
 
 
-def test_a_deleted_job_ends_the_wait(server: ApiServer) -> None:
-    with pytest.raises(KubeError, match="was deleted while it was followed"):
-        Follower(Api(), "nanoray", "words", print, poll_s=0.01).run()
-
-
-def test_a_failed_job_gives_its_message_and_code(server: ApiServer, capsys: Any) -> None:
-    rayjob(
-        server, jobDeploymentStatus="Failed", jobStatus="FAILED", message="exit code 1: rank 1 died"
-    )
-    assert main(["logs", "words", "--follow"]) == 1
-    assert "the job ended FAILED: exit code 1: rank 1 died" in capsys.readouterr().err
-
-
 # Commands on jobs.
-
-
-def event(server: ApiServer, name: str, reason: str, message: str, at: str, **more: Any) -> None:
-    """Put an event of an object into the server; `at` is a time of its day."""
-    thing = {
-        "metadata": {"name": f"{name}-{len(server.objects)}"},
-        "involvedObject": {"name": name},
-        "type": "Warning",
-        "reason": reason,
-        "message": message,
-        "lastTimestamp": f"2026-11-26T{at}Z",
-    }
-    server.objects["events", "nanoray", thing["metadata"]["name"]] = thing | more
-
-
-CREATING = {"phase": "Pending"} | _waiting("ContainerCreating")
-NO_DRIVER = ("FailedPrepareDynamicResources", "driver gpu.nvidia.com is not registered")
-PENDING_PODS: list[tuple[str, Object, list[Any], str]] = [
-    ("claim", CREATING, [(*NO_DRIVER, "10:00:00")], ": ".join(NO_DRIVER)),
-    # Its own status has the reason.
-    (
-        "image",
-        NO_IMAGE,
-        [("Failed", "Error: ErrImagePull", "10:00:00")],
-        "image nanoray:x not found",
-    ),
-    # What is over is not said.
-    (
-        "over",
-        CREATING,
-        [
-            ("Pulling", "Pulling image", "10:00:09", {"type": "Normal"}),
-            ("FailedScheduling", "0/1 nodes", "10:00:00"),
-        ],
-        "",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("status", "events", "text"),
-    [row[1:] for row in PENDING_PODS],
-    ids=[row[0] for row in PENDING_PODS],
-)
-def test_status_and_followers_print_why_a_pod_is_pending(
-    server: ApiServer, capsys: Any, status: Object, events: list[Any], text: str
-) -> None:
-    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
-    pod(server, "words-w", status)
-    event(server, "another", "FailedMount", "of another pod", "11:00:00")
-    for reason, message, at, *more in events:
-        event(server, "words-w", reason, message, at, **(more[0] if more else {}))
-    assert main(["status", "words"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    reasons = [line for line in out if line.startswith("       words-w ")]
-    assert len(reasons) == (1 if text else 0), "one line, however many events"
-    assert not text or text in reasons[0]
-
-    said: list[str] = []
-    follower = Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.1)
-    with pytest.raises(KubeError, match=f"cannot start: .*{re.escape(text)}"):
-        follower.run()
-    assert len([line for line in said if line.startswith("pod    words-w ")]) == len(reasons)
 
 
 # Attempts.

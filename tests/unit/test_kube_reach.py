@@ -13,7 +13,6 @@ import pytest
 from nanoray.kube.__main__ import main
 from tests.harness.commands import wait_for
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
-from tests.harness.messages import find_line
 
 pytestmark = pytest.mark.usefixtures("kubectl")
 Object = dict[str, Any]
@@ -47,32 +46,12 @@ def running_job(server: ApiServer) -> Object:
     return thing
 
 
-def end_when(job: Object, found: dict[str, str], key: str) -> None:
-    """Let the job end STOPPED once `key` is in what Ray was asked."""
-
-    def wait() -> None:
-        while key not in found and not done.wait(0.02):
-            pass
-        job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}
-
-    done = threading.Event()
-    threading.Timer(20, done.set).start()
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def test_logs_go_by_exec(server: ApiServer, ray: dict[str, str], capsys: Any) -> None:
     running_job(server)
     assert main(["logs", "words"]) == 0
     assert capsys.readouterr().out == "start\nstep 1\n"
     assert server.execs == ["words-abc-head"]
     assert server.exec_containers == ["ray-head"], "a mesh may put another one into the pod"
-
-
-def test_stop_goes_by_exec(server: ApiServer, ray: dict[str, str], capsys: Any) -> None:
-    end_when(running_job(server), ray, "words-1 stopped")
-    assert main(["stop", "words"]) == 0
-    assert ray["words-1 stopped"] == "POST"
-    assert "job    words STOPPED\n" in capsys.readouterr().out
 
 
 def test_submit_goes_by_exec(
@@ -98,31 +77,3 @@ def test_submit_goes_by_exec(
 
 
 # No way at all.
-
-
-def test_without_a_right_to_exec_each_command_says_so(
-    server: ApiServer, ray: dict[str, str], capsys: Any
-) -> None:
-    running_job(server)
-    server.exec_refused = True
-    for command in ("stop", "logs"):
-        assert main([command, "words"]) == 4
-        find_line(capsys.readouterr().err, "localhost:8265", "needs create on pods/exec")
-
-
-def test_what_ray_answers_is_the_error(server: ApiServer, ray: dict[str, str], capsys: Any) -> None:
-    """A dashboard that is not up yet, a wrong token, and no head at all."""
-    running_job(server)
-    there = server.heads["words-abc"]
-    server.heads["words-abc"] = "http://127.0.0.1:9"
-    assert main(["stop", "words"]) == 4
-    find_line(capsys.readouterr().err, "Ray in pod words-abc-head answered 0", "refused")
-
-    server.heads["words-abc"] = there
-    server.objects["secrets", "nanoray", "token"]["data"]["auth_token"] = "bm90LWl0"
-    assert main(["stop", "words"]) == 4
-    find_line(capsys.readouterr().err, "401", "Unauthorized")
-
-    del server.objects["pods", "nanoray", "words-abc-head"]
-    assert main(["stop", "words"]) == 4
-    assert "no head pod of RayCluster words-abc runs" in capsys.readouterr().err
