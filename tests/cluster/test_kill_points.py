@@ -66,7 +66,7 @@ GROUPS = {"across_groups"}  # with --replicas
 IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: test_images.py
 TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp
 EXPERTS = {"exchange_tokens"}  # with --ep: the same
-CONTEXT = {"exchange_keys_values", "exchange_keys_values_grad"}  # with --cp: test_recovery.py
+CONTEXT = {"exchange_keys_values", "exchange_keys_values_grad"}  # with --cp
 OWN = {"exchange_absent"}  # of a script's own model: tests/ranks/test_absent.py
 ELSEWHERE = {"exchange_overflow", "aside"}
 ELSEWHERE |= {*SHARDED, *MIRRORED, *GROUPS, *IMAGES, *TENSOR, *EXPERTS, *CONTEXT, *OWN}
@@ -170,6 +170,32 @@ def test_ranks_of_a_sharded_run_end_at_every_point(
     found = {report["recovery"] for report in reports(tmp_path / "out")}
     assert found == {"restart"} if mirror == "off" else found <= {"", "in_place"}
     note(kind, points, "rank of a sharded run")
+
+
+# How four ranks share a model -> its points, and the flags. Another rank holds what a lost one had: its
+# twin in the other group, or its mirror.
+WAYS: dict[str, tuple[set[str], tuple[str, ...]]] = {
+    "groups that hold the same": (GROUPS | SHARDED, ("--replicas", "2")),
+    "layers": (TENSOR, ("--tp", "2")),
+    "experts": (EXPERTS, ("--experts", "4", "--ep", "2")),
+    "sequences": (CONTEXT, ("--cp", "2")),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_share_a_model_end_at_every_point(
+    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str, way: str
+) -> None:
+    """The others wait in the exchange of that way."""
+    of_way, flags = WAYS[way]
+    points = sorted(of_way) if ALL else sorted(of_way)[:1]
+    plan, steps = plan_of(points, kind, newcomer=False)
+    more = ("--workers", "4", "--dp_mode", "zero1", *flags)
+    survive(cluster, recipe, tmp_path, plan, steps, *more)
+    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
+    note(kind, points, f"rank that shares {way}")
 
 
 @pytest.mark.skipif(not ALL, reason="opt-in: NANORAY_TEST_POINTS=all takes 20 minutes")

@@ -20,9 +20,5 @@ def write_llmc(path: Path, ids: Any, dtype: str = "uint16", **others: int) -> No
     path.write_bytes(header.tobytes() + np.asarray(ids, dtype).tobytes())
 
 
-def write_npy(path: Path, ids: Any, dtype: str = "uint16") -> None:
-    np.save(path, np.asarray(ids, dtype))
-
-
 def write_bare(path: Path, ids: Any, dtype: str = "uint16") -> None:
     np.asarray(ids, dtype).tofile(path)
