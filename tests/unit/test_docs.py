@@ -95,7 +95,7 @@ def test_a_command_in_a_sentence_has_flags_that_exist(page: Path) -> None:
 
 
 # Stand for any name
-PLACEHOLDERS = {"parallel/xp.py", "forecast/parallelisms/xp.py"}
+PLACEHOLDERS = {"parallel/xp.py", "cli/forecast/parallelisms/xp.py"}
 
 
 def unknown_files(text: str, tracked: list[str]) -> list[str]:
