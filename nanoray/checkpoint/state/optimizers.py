@@ -167,7 +167,9 @@ def load_values(
             place, _, param = name.partition(".")
             if not param and place.startswith(f"{number}/"):
                 beside[unquote(place.partition("/")[2])] = tensor
-        device = member.param_groups[0]["params"][0].device
+        # A rank whose share of the weights has none of this optimizer's has nothing to move to a device.
+        own = (p for group in member.param_groups for p in group["params"])
+        device = next((p.device for p in own), torch.device("cpu"))
         kept = put_together(values.get(str(number), {}), beside, device)
         if "dict" in kept:
             member.load_state_dict(kept["dict"])
