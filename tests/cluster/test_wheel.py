@@ -125,6 +125,7 @@ def test_every_manifest_is_in_the_wheel(installed: Path) -> None:
 def test_presets_topologies_names_and_templates_are_in_the_wheel(installed: Path) -> None:
     """That the code reads them there: above, a preset, and below, a topology and a template."""
     (found,) = installed.parent.glob("lib/python*/site-packages/nanoray")
-    for pattern in ("**/*.j2", "config/names/*.yaml", "presets/*.yaml", "topologies/*.yaml"):
+    config = [f"config/{part}/*.yaml" for part in ("names", "presets", "topologies")]
+    for pattern in ("**/*.j2", *config):
         wanted = {path.relative_to(ROOT / "nanoray") for path in (ROOT / "nanoray").glob(pattern)}
         assert wanted == {path.relative_to(found) for path in found.glob(pattern)} != set()
