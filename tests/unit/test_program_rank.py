@@ -12,7 +12,7 @@ from typing import Any
 
 from nanoray.faults.cause import Failure
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
-from nanoray.launch.program.rank import MOST_BYTES, TAIL_BYTES, ProgramRank
+from nanoray.launch.program.rank import MOST_BYTES, OUTPUT_S, TAIL_BYTES, ProgramRank
 from tests.harness.cluster import alive
 from tests.harness.commands import wait_for
 
@@ -22,15 +22,32 @@ def test_a_program_has_ended_when_all_of_its_output_was_read(tmp_path: Path) -> 
     count = 2 * MOST_BYTES + 5
     words = [sys.executable, "-c", f"print('x' * {count - 1}); raise SystemExit(3)"]
     rank.start({"kind": "command", "words": words, "folder": str(tmp_path)}, dict(os.environ))
-    time.sleep(2)  # it has ended before the first look
-    read, code = 0, None
-    deadline = time.monotonic() + 60
-    while code is None and time.monotonic() < deadline:
-        answer = rank.poll(read)
+    end = rank.wait_for_end()
+    read, answers = 0, 0
+    while read < end["size"]:
+        answer = rank.wait_for_output(read)
         read += len(answer["output"])
-        code = answer["code"]
+        answers += 1
     rank.close()
-    assert (read, code) == (count, 3)
+    assert (read, end["code"]) == (count, 3)
+    assert answers == 3  # parts that fit into a message
+
+
+def test_output_is_awaited_and_comes_in_one_answer_for_a_while(tmp_path: Path) -> None:
+    """However often the program prints: each answer takes time of the CPUs that compute."""
+    rank = ProgramRank(str(tmp_path / "logs" / "rank0.log"), 1, warm=False)
+    words = ["sh", "-c", "for i in $(seq 100); do printf '%d\\r' $i; sleep 0.01; done"]
+    rank.start({"kind": "command", "words": words, "folder": str(tmp_path)}, dict(os.environ))
+    begun = time.monotonic()
+    read, answers = b"", 0
+    while not read.endswith(b"\r100\r"):
+        answer = rank.wait_for_output(len(read))
+        assert answer["output"]
+        read += answer["output"]
+        answers += 1
+    assert 2 <= answers <= 2 + (time.monotonic() - begun) / OUTPUT_S
+    assert rank.wait_for_output(len(read))["output"] == b""  # at the end it waits no longer
+    rank.close()
 
 
 # It ignores SIGTERM, and so does what it has started.
@@ -71,11 +88,11 @@ def test_output_that_is_not_shown_is_read_from_its_end(tmp_path: Path) -> None:
     rank = ProgramRank(str(tmp_path / "logs" / "rank1.log"), 1, warm=False)
     words = ["sh", "-c", "head -c 50000000 /dev/zero; echo the end; exit 3"]
     rank.start({"kind": "command", "words": words, "folder": str(tmp_path)}, dict(os.environ))
-    wait_for(lambda: rank.poll(0, shown=False)["code"] == 3, 60)
-    answer = rank.poll(0, shown=False)
+    assert rank.wait_for_end()["code"] == 3
+    answer = rank.read(0, shown=False)
     assert answer["output"].endswith(b"the end\n")
     assert len(answer["output"]) <= TAIL_BYTES
-    assert answer["offset"] == 50_000_008
+    assert answer["to"] == 50_000_008
     rank.close()
 
 
