@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,12 +58,15 @@ AT_ONCE_S = 30.0
 INCURABLE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
 USAGE = 2  # the exit code of a command line that argparse, absl or a shell refuses
 RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ", re.M)  # of torch, before each line of a traceback
+# Of an error in the syntax of the script itself Python shows only where it is.
 TRACEBACK = re.compile(
-    rb"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
+    rb'(?:Traceback \(most recent call last\):|  File ".+", line \d+)\n'
+    rb"(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
 )
 MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
 # Where the thread that got the signal is, of the stacks that faulthandler writes
 CURRENT = re.compile(rb'Current thread .*\n  File "([^"]+)", line (\d+) in (\S+)')
+STACKS_S = 5.0  # for the ranks of a busy machine to write them
 LINES_SHOWN = 15  # of the failed rank's output
 
 
@@ -509,8 +512,8 @@ class ProgramDriver:
     def _lost(self, error: RayError) -> Failure:
         """Describe how a rank's actor has ended, which takes its program along."""
         actor = getattr(error, "actor_id", None)
-        ranks = [rank for rank, own in enumerate(self.actors) if own._actor_id.hex() == actor]
-        rank = ranks[0] if len(self.facts) == len(self.actors) and ranks else -1
+        ranks = [rank for rank, facts in enumerate(self.facts) if facts["actor"] == actor]
+        rank = ranks[0] if ranks else -1
         cause, how = "out_of_memory", "ended by Ray's memory monitor: its node was almost full"
         if not isinstance(error, OutOfMemoryError):
             lines = [line.strip() for line in str(error).splitlines()]
@@ -525,16 +528,18 @@ class ProgramDriver:
         rank, why = explain_wait(ray.get([actor.counts.remote() for actor in self.actors]))
         for actor in self.actors:
             actor.show_stacks.remote()
-        time.sleep(1.0)
-        places = []
-        self._poll()
-        for of, text in enumerate(self._texts):
-            found = CURRENT.search(text)
-            if found:
-                file, line, name = (part.decode(errors="replace") for part in found.groups())
-                places.append(f"rank {of} in {name} ({Path(file).name}:{line})")
+        places: dict[int, str] = {}  # of each rank
+        deadline = time.monotonic() + STACKS_S
+        while len(places) < len(self.actors) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self._poll()
+            for of, found in enumerate(map(CURRENT.search, self._texts)):
+                if found:
+                    file, line, name = (part.decode(errors="replace") for part in found.groups())
+                    places[of] = f"rank {of} in {name} ({Path(file).name}:{line})"
         self._end()
-        where = "; ".join([why, *places] if why else places) or "the stacks are in their logs"
+        parts = [*([why] if why else []), *(places[of] for of in sorted(places))]
+        where = "; ".join(parts) or "the stacks are in their logs"
         title = f"no rank made progress for {idle_s:.0f} s, and all were ended: {where}"
         # Of ranks whose collectives were not noted it is not known for whom the others waited.
         rank = rank if why else -1
@@ -547,8 +552,9 @@ class ProgramDriver:
         # What rank 0 prints is on the console already.
         is_shown = cause.rank == 0 or self.program.tee == "all"
         consequences = announce(cause, others, "" if is_shown else cause.detail)
-        cause.step = self.observer.step  # with --trace; else seconds of the run
-        fault = FaultReport(cause, consequences, len(self.failures) - 1, self.place.workers)
+        # With --trace its step; else seconds of the run, which count as no progress: so not in `failures`.
+        reported = replace(cause, step=self.observer.step)
+        fault = FaultReport(reported, consequences, len(self.failures) - 1, self.place.workers)
         fault.recovery = "none" if reason else "restart"
         fault.write(self.program.folder)
         if reason:
