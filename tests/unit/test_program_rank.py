@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanoray.faults.cause import Failure
+from nanoray.faults.cause import Failure, reason_to_give_up
+from nanoray.launch.placement import Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
-from nanoray.launch.program.rank import MOST_BYTES, TAIL_BYTES, ProgramRank
+from nanoray.launch.program.rank import MOST_BYTES, OUTPUT_S, TAIL_BYTES, ProgramRank
+from nanoray.launch.signals import Stop
 from tests.harness.cluster import alive
 from tests.harness.commands import wait_for
 
@@ -22,15 +24,32 @@ def test_a_program_has_ended_when_all_of_its_output_was_read(tmp_path: Path) -> 
     count = 2 * MOST_BYTES + 5
     words = [sys.executable, "-c", f"print('x' * {count - 1}); raise SystemExit(3)"]
     rank.start({"kind": "command", "words": words, "folder": str(tmp_path)}, dict(os.environ))
-    time.sleep(2)  # it has ended before the first look
-    read, code = 0, None
-    deadline = time.monotonic() + 60
-    while code is None and time.monotonic() < deadline:
-        answer = rank.poll(read)
+    end = rank.wait_for_end()
+    read, answers = 0, 0
+    while read < end["size"]:
+        answer = rank.wait_for_output(read)
         read += len(answer["output"])
-        code = answer["code"]
+        answers += 1
     rank.close()
-    assert (read, code) == (count, 3)
+    assert (read, end["code"]) == (count, 3)
+    assert answers == 3  # parts that fit into a message
+
+
+def test_output_is_awaited_and_comes_in_one_answer_for_a_while(tmp_path: Path) -> None:
+    """However often the program prints: each answer takes time of the CPUs that compute."""
+    rank = ProgramRank(str(tmp_path / "logs" / "rank0.log"), 1, warm=False)
+    words = ["sh", "-c", "for i in $(seq 100); do printf '%d\\r' $i; sleep 0.01; done"]
+    rank.start({"kind": "command", "words": words, "folder": str(tmp_path)}, dict(os.environ))
+    begun = time.monotonic()
+    read, answers = b"", 0
+    while not read.endswith(b"\r100\r"):
+        answer = rank.wait_for_output(len(read))
+        assert answer["output"]
+        read += answer["output"]
+        answers += 1
+    assert 2 <= answers <= 2 + (time.monotonic() - begun) / OUTPUT_S
+    assert rank.wait_for_output(len(read))["output"] == b""  # at the end it waits no longer
+    rank.close()
 
 
 # It ignores SIGTERM, and so does what it has started.
@@ -71,11 +90,11 @@ def test_output_that_is_not_shown_is_read_from_its_end(tmp_path: Path) -> None:
     rank = ProgramRank(str(tmp_path / "logs" / "rank1.log"), 1, warm=False)
     words = ["sh", "-c", "head -c 50000000 /dev/zero; echo the end; exit 3"]
     rank.start({"kind": "command", "words": words, "folder": str(tmp_path)}, dict(os.environ))
-    wait_for(lambda: rank.poll(0, shown=False)["code"] == 3, 60)
-    answer = rank.poll(0, shown=False)
+    assert rank.wait_for_end()["code"] == 3
+    answer = rank.read(0, shown=False)
     assert answer["output"].endswith(b"the end\n")
     assert len(answer["output"]) <= TAIL_BYTES
-    assert answer["offset"] == 50_000_008
+    assert answer["to"] == 50_000_008
     rank.close()
 
 
@@ -89,6 +108,41 @@ def test_an_error_that_a_program_has_caught_is_not_why_it_ended(tmp_path: Path) 
     assert (failure.signature, failure.retry) == ("exited with code 3", True)
     failure = driver._failure_of(0, answer | {"code": 1})
     assert (failure.signature, failure.retry) == ("ImportError: no flash", False)
+
+
+def test_a_script_with_an_error_in_its_syntax_is_not_tried_again(tmp_path: Path) -> None:
+    """Python shows no traceback of it."""
+    script = tmp_path / "broken.py"
+    script.write_text("print('a'\n")
+    rank = ProgramRank(str(tmp_path / "logs" / "rank0.log"), 1, warm=True)
+    order = {"kind": "script", "words": [str(script)], "folder": str(tmp_path), "trace": []}
+    rank.start(order, dict(os.environ))
+    end = rank.wait_for_end()
+    nothing: Any = None
+    driver = ProgramDriver(RankProgram("script", [str(script)], tmp_path), nothing, nothing)
+    driver._texts = [rank.read(0)["output"]]
+    driver.facts = [{"pid": 7, "ip": "10.0.0.1", "devices": []}]
+    rank.close()
+    failure = driver._failure_of(0, end)
+    assert (failure.signature, failure.retry) == ("SyntaxError: '(' was never closed", False)
+
+
+def test_an_attempt_that_took_a_while_is_no_progress(tmp_path: Path) -> None:
+    """Without --trace faults.jsonl has seconds in place of steps; max_failures counts all failures."""
+    group: Any = None
+    place = Placement(group, "cpu", {"CPU": 1.0}, (0, 1))
+    program = RankProgram("script", ["x.py"], tmp_path, max_failures=2)
+    driver = ProgramDriver(program, place, Stop())
+    reasons = []
+    for _ in range(3):
+        cause = Failure(0, "exception", "rank 0 failed: ValueError", phase="")
+        driver.failures.append(cause)
+        driver.observer._begun -= 100  # seconds that this attempt took
+        reasons.append(reason_to_give_up(cause, driver.failures, program.max_failures))
+        driver._report([cause], reasons[-1])
+    assert reasons == [None, None, "max_failures = 2 is exceeded"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "faults.jsonl").open()]
+    assert steps == [100, 200, 300]
 
 
 def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path) -> None:

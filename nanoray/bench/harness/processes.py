@@ -310,11 +310,12 @@ def without_client_server(params: Any, head: bool) -> None:
 
 
 # The environment of a `ray start`. Ray calls the hook with its parameters. A drain at SIGTERM would
-# take 30 s, and no benchmark needs it.
+# take 30 s, and no benchmark needs it. Ranks run as any program would, as in kuberay/base.
 FEW_OBJECTS = f"--object-store-memory={80 * 2**20}"  # the least that Ray takes is 75 MiB
 HEAD_ENV = {
     "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_worker_niceness": "0",
 }
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from nanoray.launch.caller import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.launch.program.folder import ProgramFolder, digest
 from nanoray.launch.program.observed import RunObserver, explain_wait
-from nanoray.launch.program.rank import ProgramRank
+from nanoray.launch.program.rank import CONCURRENCY, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
 from nanoray.machine.atomic import read_json
 from nanoray.machine.interfaces import LOOPBACK
@@ -47,6 +47,8 @@ from nanoray.machine.output import say
 from nanoray.machine.text import clock
 
 POLL_S = 0.1
+TICK_S = 0.25  # the longest wait for news of the ranks: a stop is noticed in between
+MOVES_S = 15.0  # between two looks whether the ranks move: each reads all of /proc
 MOMENT_S = 0.2  # of CPU: more than a rank uses that only waits
 # From the first failure until all are known that happened at the same moment
 SETTLE_S = 2 * POLL_S
@@ -56,8 +58,10 @@ AT_ONCE_S = 30.0
 INCURABLE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
 USAGE = 2  # the exit code of a command line that argparse, absl or a shell refuses
 RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ", re.M)  # of torch, before each line of a traceback
+# Of an error in the syntax of the script itself Python shows only where it is.
 TRACEBACK = re.compile(
-    rb"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
+    rb'(?:Traceback \(most recent call last\):|  File ".+", line \d+)\n'
+    rb"(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
 )
 MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
 # Where the thread that got the signal is, of the stacks that faulthandler writes
@@ -120,8 +124,12 @@ class ProgramDriver:
         self.facts: list[dict[str, Any]] = []
         self.failures: list[Failure] = []
         self.observer = RunObserver(program.folder, bool(program.trace_every))
+        # What is awaited -> its rank
+        self._ends: dict[Any, int] = {}  # of programs
+        self._outputs: dict[Any, int] = {}
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
+        self._new: list[bytes] = []  # what has been read and neither shown nor dropped
         self._shown: list[bytes] = []  # with tee all: a line that has not ended
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of rank 0's output
 
@@ -176,19 +184,21 @@ class ProgramDriver:
         script = words[0] if self.program.kind == "script" else ""
         threads = self.place.threads
         warm = self.program.kind != "command"
+        remote: Any = ray.remote(concurrency_groups=CONCURRENCY)(ProgramRank)  # type: ignore[call-overload]
         for rank, index in enumerate(self.place.order):
             options = {
                 "num_cpus": self.place.bundle["CPU"],
                 "num_gpus": self.place.bundle.get("GPU", 0),
                 "scheduling_strategy": strategy(self.place.group, index),
             }
-            actor = ray.remote(ProgramRank).options(**options)
+            actor = remote.options(**options)
             log = str(self.program.log(rank))
             self.actors.append(actor.remote(log, threads, warm, self.program.variables))
         self._describe(script)
         self._send_folder()
         self._offsets = [facts["printed"] for facts in self.facts]
         self._texts = [b""] * len(self.actors)
+        self._new = [b""] * len(self.actors)
         self._shown = [b""] * len(self.actors)
 
     def _describe(self, script: str) -> None:
@@ -291,6 +301,10 @@ class ProgramDriver:
         pids = ray.get(starts, timeout=START_TIMEOUT_S)
         for facts, pid in zip(self.facts, pids, strict=True):
             facts["pid"] = pid
+        self._ends = {actor.wait_for_end.remote(): rank for rank, actor in enumerate(self.actors)}
+        self._outputs = {}
+        for rank in range(len(self.actors)):
+            self._await_output(rank)
         nodes = [facts["node"] for facts in self.facts]
         self.observer.begin(self.actors, nodes, len(self.failures))
 
@@ -334,22 +348,16 @@ class ProgramDriver:
 
     def _watch(self) -> list[Failure]:
         """Watch all ranks until all have ended, or some failed; return how, the cause first."""
-        moved_at = time.monotonic()
-        before: list[Movement] = []
         collector = FailureCollector(range(len(self.actors)), False, SETTLE_S, SETTLE_S)
+        look_s = min(MOVES_S, self.program.hang_timeout_s / 4)
+        looked_at = moved_at = time.monotonic()
+        before = self._movements()
         while True:
-            answers = self._poll()
-            self.observer.collect()
-            unread = [answer for answer in answers if answer["code"] is None and answer["at"]]
-            for rank in collector.silent:
-                answer = answers[rank]
-                if answer["code"] is not None:
-                    failure = self._failure_of(rank, answer) if answer["code"] else None
-                    collector.ended(rank, failure, time.monotonic())
+            for rank, end in self._news(POLL_S if collector.failures else TICK_S):
+                failure = self._failure_of(rank, end) if end["code"] else None
+                collector.ended(rank, failure, time.monotonic())
             # What the others say after a failure, of connections that were reset, is in their logs.
-            for rank, answer in enumerate(answers):
-                if not collector.failures or rank == collector.cause.rank:
-                    self._show(rank, answer["output"])
+            self._show_new(only=collector.cause.rank if collector.failures else None)
             if collector.complete(time.monotonic()):
                 if not collector.failures:
                     return []
@@ -358,35 +366,80 @@ class ProgramDriver:
             if self.stop.requested:
                 self._end()
                 raise StopRequestedNow
-            now = [
-                Movement(self._offsets[rank], answer["cpu"], answer["ended"], answer["waits"])
-                for rank, answer in enumerate(answers)
-            ]
-            idle_s = time.monotonic() - moved_at
-            if not before or any(map(Movement.is_after, now, before)):
-                before, moved_at = now, time.monotonic()
-            elif self.program.hang_timeout_s and idle_s > self.program.hang_timeout_s:
-                return [self._hung(idle_s)]
-            if not unread:
-                time.sleep(POLL_S)
+            self.observer.collect()
+            if look_s and time.monotonic() - looked_at > look_s:
+                looked_at = time.monotonic()
+                now = self._movements()
+                if any(map(Movement.is_after, now, before)):
+                    before, moved_at = now, looked_at
+                elif looked_at - moved_at > self.program.hang_timeout_s:
+                    return [self._hung(looked_at - moved_at)]
 
-    def _poll(self) -> list[dict[str, Any]]:
-        """Ask all ranks. Raises RayError where one is lost."""
-        refs = []
-        for rank, actor in enumerate(self.actors):
-            # The log of a node with a run folder of its own is copied, all of it.
-            shown = rank == 0 or self.program.tee == "all" or not self.facts[rank]["shares_run"]
-            refs.append(actor.poll.remote(self._offsets[rank], shown))
-        answers: list[dict[str, Any]] = ray.get(refs)
+    def _news(self, wait_s: float) -> list[tuple[int, dict[str, Any]]]:
+        """Take the output that is awaited, and return which ranks have ended, and how.
+
+        It waits at most `wait_s`. Raises RayError where a rank is lost.
+        """
+        awaited = [*self._ends, *self._outputs]
+        ray.wait(awaited, timeout=wait_s)  # for the first one
+        ready, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
+        ended = []
+        for ref in ready:
+            answer: dict[str, Any] = ray.get(ref)
+            if ref in self._outputs:
+                rank = self._outputs.pop(ref)
+                self._take(rank, answer)
+                self._await_output(rank)
+                continue
+            rank = self._ends.pop(ref)
+            # All that it has printed comes before its end.
+            while self._offsets[rank] < answer["size"]:
+                self._take(rank, ray.get(self._read(rank)))
+            ended.append((rank, answer))
+        return ended
+
+    def _movements(self) -> list[Movement]:
+        return [Movement(**m) for m in ray.get([actor.movement.remote() for actor in self.actors])]
+
+    def _is_read(self, rank: int) -> bool:
+        """Whether all output of a rank is read; of the others the end is enough."""
+        # The log of a node with a run folder of its own is copied.
+        return rank == 0 or self.program.tee == "all" or not self.facts[rank]["shares_run"]
+
+    def _await_output(self, rank: int) -> None:
+        """Let a rank answer when it has printed more."""
+        if self._is_read(rank) and rank in self._ends.values():
+            ref = self.actors[rank].wait_for_output.remote(self._offsets[rank])
+            self._outputs[ref] = rank
+
+    def _read(self, rank: int) -> Any:
+        return self.actors[rank].read.remote(self._offsets[rank], self._is_read(rank))
+
+    def _poll(self) -> None:
+        """Take what all ranks have printed by now. Raises RayError where one is lost."""
+        answers = ray.get([self._read(rank) for rank in range(len(self.actors))])
         for rank, answer in enumerate(answers):
-            data: bytes = answer["output"]
-            self._offsets[rank] = answer["offset"]
-            # What a node writes into a folder of its own would be missing beside the other logs.
-            if data and not self.facts[rank]["shares_run"]:
-                with self.program.log(rank).open("ab") as log:
-                    log.write(data)
-            self._texts[rank] = (self._texts[rank] + data)[-(1 << 16) :]
-        return answers
+            self._take(rank, answer)
+
+    def _take(self, rank: int, answer: dict[str, Any]) -> None:
+        """Take a part of a rank's output, unless another answer had it already."""
+        if answer["from"] != self._offsets[rank]:
+            return
+        data: bytes = answer["output"]
+        self._offsets[rank] = answer["to"]
+        # What a node writes into a folder of its own would be missing beside the other logs.
+        if data and not self.facts[rank]["shares_run"]:
+            with self.program.log(rank).open("ab") as log:
+                log.write(data)
+        self._texts[rank] = (self._texts[rank] + data)[-TAIL_BYTES:]
+        self._new[rank] += data
+
+    def _show_new(self, only: int | None = None) -> None:
+        """Show what was taken of the ranks' output; of `only` this rank, if it is given."""
+        for rank, data in enumerate(self._new):
+            if data and only in (None, rank):
+                self._show(rank, data)
+            self._new[rank] = b""
 
     def _show(self, rank: int, data: bytes) -> None:
         """Show the output of a rank: rank 0's as it comes, or all lines with their rank."""
@@ -499,8 +552,9 @@ class ProgramDriver:
         # What rank 0 prints is on the console already.
         is_shown = cause.rank == 0 or self.program.tee == "all"
         consequences = announce(cause, others, "" if is_shown else cause.detail)
-        cause.step = self.observer.step  # with --trace; else seconds of the run
-        fault = FaultReport(cause, consequences, len(self.failures) - 1, self.place.workers)
+        # With --trace its step; else seconds of the run, which count as no progress: so not in `failures`.
+        reported = replace(cause, step=self.observer.step)
+        fault = FaultReport(reported, consequences, len(self.failures) - 1, self.place.workers)
         fault.recovery = "none" if reason else "restart"
         fault.write(self.program.folder)
         if reason:
@@ -514,19 +568,19 @@ class ProgramDriver:
     def _end(self) -> None:
         """End all programs: SIGTERM, time to save, then SIGKILL."""
         self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.program.grace_s
-        while time.monotonic() < deadline:
-            answers = self._poll()
+        self._wait_for_ends(self.program.grace_s)
+        if self._ends:
+            self._signal(signal.SIGKILL)
+            self._wait_for_ends(float("inf"))
+
+    def _wait_for_ends(self, patience_s: float) -> None:
+        """Wait until all programs have ended, but no longer than this."""
+        deadline = time.monotonic() + patience_s
+        while self._ends and time.monotonic() < deadline:
+            self._news(min(TICK_S, max(0.0, deadline - time.monotonic())))
             # After a failure these are the errors that follow from it.
             if self.stop.requested:
-                for rank, answer in enumerate(answers):
-                    self._show(rank, answer["output"])
-            if all(answer["code"] is not None for answer in answers):
-                return
-            time.sleep(POLL_S / 2)
-        self._signal(signal.SIGKILL)
-        while any(answer["code"] is None for answer in self._poll()):
-            time.sleep(POLL_S / 2)
+                self._show_new()
 
     def _signal(self, signum: int) -> None:
         ray.get([actor.stop.remote(int(signum)) for actor in self.actors])

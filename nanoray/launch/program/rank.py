@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,20 @@ LATER_MODULES = ("torch._dynamo",)
 STANDBY_AFTER_S = 10.0
 MOST_BYTES = 1 << 20  # of output in one answer
 TAIL_BYTES = 1 << 16  # of output that is not shown, enough for a traceback
-CPU_EVERY_S = 2.0  # between two looks at all processes of the node
+OUTPUT_S = 0.25  # between two answers with output, which a person reads
+# Ray's group of the methods that wait, and how many do at a time: for the end, and for output
+WAIT = "wait"
+CONCURRENCY = {WAIT: 2}
 # Of Ray's for its own workers: a debugger that waits for `ray debug`
 OF_RAY = ("PYTHONBREAKPOINT", "SPT_NOENV")
 
 
 class ProgramRank:
-    """One rank. All methods return at once."""
+    """One rank. All methods return at once, but for the two of the group WAIT.
+
+    These return when there is something to say, so that the driver need not ask again and again: on
+    a small machine that would take the CPU from the program.
+    """
 
     def __init__(
         self, log: str, threads: int, warm: bool, variables: dict[str, str] | None = None
@@ -60,11 +68,9 @@ class ProgramRank:
         self._variables = variables or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
-        self._ended: tuple[int, float] | None = None  # exit code, when
-        self._begun = 0.0  # monotonic seconds
+        self._end: Future[tuple[int, float]] = Future()  # of the program: exit code, when
         self._ooms = 0
-        self._cpu = 0.0  # seconds, as of the newest look
-        self._looked = 0.0  # when that was, in monotonic seconds
+        self._answered = 0.0  # when output was last sent, in monotonic seconds
         self._devices = bound_devices(ray)
         self._observer = RankObserver(self._log)
         self._standby: subprocess.Popen[bytes] | None = self._new_standby(MODULES)
@@ -117,40 +123,57 @@ class ProgramRank:
         process.stdin.close()
         self._process = process
         self._reaper = reaper_of(process.pid)
-        self._ended = None
+        self._end = Future()
         self._ooms = oom_kills()
-        self._begun = time.monotonic()
-        self._looked = 0.0  # at the process before
-        threading.Thread(target=self._wait_for, args=(process,), daemon=True).start()
+        threading.Thread(target=self._wait_for, args=(process, self._end), daemon=True).start()
         return process.pid
 
-    def poll(self, offset: int, shown: bool = True) -> dict[str, Any]:
-        """Return the output from `offset` on, how the program ended, and the CPU seconds it has used.
+    @ray.method(concurrency_group=WAIT)
+    def wait_for_end(self) -> dict[str, Any]:
+        """Return, when the program has ended: its exit code, when that was, and the size of its output.
 
-        Of output that is not `shown` the newest part is enough.
+        oom: whether the kernel has ended it for want of memory. A program that runs for a while gets
+        a standby beside it.
         """
-        process = self._process
-        assert process
-        ended = self._ended  # before the output, of which nothing comes afterwards
+        try:
+            code, at = self._end.result(STANDBY_AFTER_S)
+        except TimeoutError:
+            self._standby = self._new_standby(MODULES + LATER_MODULES)
+            code, at = self._end.result()
+        oom = code == -signal.SIGKILL and oom_kills() > self._ooms
+        return {"code": code, "at": at, "oom": oom, "size": self._log.stat().st_size}
+
+    @ray.method(concurrency_group=WAIT)
+    def wait_for_output(self, offset: int) -> dict[str, Any]:
+        """Return the output from `offset` on, when there is some, or the program has ended."""
+        ended = False
+        while not ended:
+            left_s = self._answered + OUTPUT_S - time.monotonic()
+            if left_s <= 0 and self._log.stat().st_size > offset:
+                break
+            ended = bool(wait([self._end], left_s if left_s > 0 else OUTPUT_S).done)
+        self._answered = time.monotonic()
+        return self.read(offset)
+
+    def read(self, offset: int, shown: bool = True) -> dict[str, Any]:
+        """Return the output from `offset` on; of output that is not `shown` its newest part.
+
+        from, to: the offset that was asked for, and that of what follows.
+        """
+        begin = offset
         with self._log.open("rb") as file:
             if not shown:
-                offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-            file.seek(offset)
+                begin = max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            file.seek(begin)
             output = file.read(MOST_BYTES)
-        now = time.monotonic()
-        if now - self._looked > CPU_EVERY_S:
-            self._cpu, self._looked = sum(session_members(process.pid).values()), now
+        return {"output": output, "from": offset, "to": begin + len(output)}
 
-        answer: dict[str, Any] = {"code": None, "at": ended[1] if ended else 0.0, "oom": False}
-        # Its code follows when the driver has all of its output.
-        if ended and len(output) < MOST_BYTES:
-            answer["code"] = ended[0]
-            answer["oom"] = ended[0] == -signal.SIGKILL and oom_kills() > self._ooms
-        elif not ended and not self._standby and now - self._begun > STANDBY_AFTER_S:
-            self._standby = self._new_standby(MODULES + LATER_MODULES)
+    def movement(self) -> dict[str, Any]:
+        """Return what shows whether the program moves: see the driver's Movement."""
+        cpu = sum(session_members(self._process.pid).values()) if self._process else 0.0
         counts = self._observer.counts()
-        answer |= {"ended": counts.ended, "waits": counts.waits}
-        return answer | {"output": output, "offset": offset + len(output), "cpu": self._cpu}
+        size = self._log.stat().st_size
+        return {"output": size, "cpu": cpu, "ended": counts.ended, "waits": counts.waits}
 
     def observe(self, offset: int) -> dict[str, Any]:
         """Return the program's memory and GPUs, and the notes of its collectives from `offset` on."""
@@ -173,7 +196,7 @@ class ProgramRank:
 
     def show_stacks(self) -> None:
         """Let the program write the stacks of its threads into its output."""
-        if self._process and not self._ended and self._warm:
+        if self._process and not self._end.done() and self._warm:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGUSR2)
 
@@ -213,11 +236,10 @@ class ProgramRank:
                 start_new_session=True,
             )
 
-    def _wait_for(self, process: subprocess.Popen[bytes]) -> None:
+    @staticmethod
+    def _wait_for(process: subprocess.Popen[bytes], end: Future[tuple[int, float]]) -> None:
         """Note when a program has ended. (in a thread)"""
-        code = process.wait()
-        if process is self._process:
-            self._ended = code, time.time()
+        end.set_result((process.wait(), time.time()))
 
 
 def reaper_of(group: int) -> subprocess.Popen[bytes]:

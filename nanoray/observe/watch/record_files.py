@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -106,25 +107,47 @@ FLUSH_S = 10  # seconds between two writes of events to the disk, by a thread of
 class TensorBoardWriter(Observer):
     """TensorBoard events under tb/: the configuration as text, each metric as a scalar.
 
-    After an error torch's writer writes no more; metrics.jsonl has every record.
+    They are written with TensorBoard's own writer, as torch's SummaryWriter does, but without torch:
+    a driver that watches a program would import it for this alone, for seconds of a core.
+
+    After an error that writer writes no more; metrics.jsonl has every record.
     """
 
     def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
         self._folder = folder
         self._config_json = config_json
         # Imported by runs that write events alone, and before their first step.
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._make: Any = SummaryWriter
+        self._make: Any = EventFileWriter
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
+        self._metadata: Any = summary_pb2.SummaryMetadata
+        self._tensor: Any = tensor_pb2.TensorProto
+        self._start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer: Any = None  # until the first record
         self._first_step = resume_step + 1  # scalars from it on in older files are void
 
     def _begin(self) -> None:
         """Begin a file. Raises OSError."""
-        self._writer = self._make(
-            str(self._folder), purge_step=self._first_step, max_queue=1000, flush_secs=FLUSH_S
-        )
-        self._writer.add_text("config", f"```json\n{self._config_json}\n```", 0)
+        self._writer = self._make(str(self._folder), max_queue_size=1000, flush_secs=FLUSH_S)
+        # TensorBoard drops what older files have from this step on.
+        start = self._event(step=self._first_step, session_log=self._start, wall_time=time.time())
+        self._writer.add_event(start)
+        self._add("config", f"```json\n{self._config_json}\n```", 0, time.time())
+
+    def _add(self, name: str, value: float | str, step: int, at: float) -> None:
+        """Add a scalar or a text. Raises OSError."""
+        if isinstance(value, str):
+            kind = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
+            tensor = self._tensor(dtype="DT_STRING", string_val=[value.encode()])
+            tensor.tensor_shape.dim.add(size=1)
+            of_step = {"tag": f"{name}/text_summary", "metadata": kind, "tensor": tensor}
+        else:
+            of_step = {"tag": name, "simple_value": float(value)}
+        summary = self._summary(value=[self._summary.Value(**of_step)])
+        self._writer.add_event(self._event(step=step, wall_time=at, summary=summary))
 
     def rewind(self, step: int) -> None:
         """Drop the scalars after `step` from TensorBoard. Raises OSError."""
@@ -136,8 +159,7 @@ class TensorBoardWriter(Observer):
         if self._writer is None:
             self._begin()
         for name, value in values_of(record).items():
-            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
-            add(name, value, record["step"], walltime=record["time"])
+            self._add(name, value, record["step"], record["time"])
 
     on_late = on_record
 
