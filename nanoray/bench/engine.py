@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import MODELS, Arm, alone_on
-from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.report import Emit, Record, Report, say
+from nanoray.bench.harness.trainings import rotated
 from nanoray.config import Config
 from nanoray.machine.host import forget_peak_memory, resident_bytes
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Number
 from nanoray.bench.harness.figure import Panel, bars
-from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
 from nanoray.bench.harness.report import Measurement, Record, Report, say
+from nanoray.bench.harness.trainings import add_data_flags, add_settings_flag, data_flags, rotated
 from nanoray.cli.folder import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo

@@ -34,7 +34,10 @@ from typing import Any
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command, script_command
-from nanoray.bench.harness.plan import (
+from nanoray.bench.harness.processes import ChildFailed, python_in
+from nanoray.bench.harness.report import Report, say
+from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
+from nanoray.bench.harness.trainings import (
     BenchPlan,
     add_arms_flag,
     add_training_flags,
@@ -43,9 +46,6 @@ from nanoray.bench.harness.plan import (
     rotated,
     words,
 )
-from nanoray.bench.harness.processes import ChildFailed, python_in
-from nanoray.bench.harness.report import Report, say
-from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
 from nanoray.bench.killed import (
     Goodput,
     MeasuredFault,

@@ -30,10 +30,10 @@ import torch
 from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Record, Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.harness.trainings import numbers_of, rotated
 from nanoray.bench.parts import (
     COLLECTIVES,
     COMPUTE,

@@ -23,7 +23,7 @@ from nanoray.data.download import NotDownloaded
 from nanoray.data.initial_weights import describe_init
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.faults.plan import parse_plan
+from nanoray.faults.inject import parse_plan
 
 S = TypeVar("S", bound=Settings)
 

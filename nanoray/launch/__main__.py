@@ -18,7 +18,7 @@ from nanoray.cli.help import LAUNCH
 from nanoray.cli.opening import Opening
 from nanoray.config.variables import values_of
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
-from nanoray.faults.plan import DRIVER, Injector, parse_plan
+from nanoray.faults.inject import DRIVER, Injector, parse_plan
 from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address, lasting_out_dir, ray_address
 from nanoray.launch.connection import bounded, connected, using

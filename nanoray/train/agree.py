@@ -31,7 +31,7 @@ from nanoray.machine.device import Device
 from nanoray.machine.host import cpu_features
 from nanoray.models.fp8 import EMULATED, in_hardware
 from nanoray.parallel.mesh import Mesh
-from nanoray.train.guard.certificate import append
+from nanoray.train.guard.state_hashes import append
 from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
 
@@ -178,7 +178,7 @@ def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
 
 
 def note_group(spec: RunSpec, mesh: Mesh, step: int, limit: int) -> None:
-    """Append the line of a group that continues after `step` to hashes.jsonl (certificate.py).
+    """Append the line of a group that continues after `step` to hashes.jsonl (state_hashes.py).
 
     limit: the most sequences of a micro batch; 0: as configured.
     """

@@ -37,8 +37,8 @@ from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
 from nanoray.train.guard.bad_step import Finding, describe, replay
-from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import BadStep, Guards, StepCheck, Verdict
+from nanoray.train.guard.state_hashes import append
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import evaluated_weights, set_mode

@@ -22,7 +22,7 @@ from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
 from nanoray.faults.cause import is_out_of_host_memory
-from nanoray.faults.plan import append_event
+from nanoray.faults.inject import append_event
 from nanoray.faults.progress import LEFT
 from nanoray.machine.atomic import read_json_lines
 from nanoray.machine.host import available_memory_bytes

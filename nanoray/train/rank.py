@@ -22,7 +22,7 @@ from nanoray.config.layout import Layout
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.machine.host import keep_freed_memory
 from nanoray.machine.points import reached
 from nanoray.observe.track.observer import Observer

@@ -20,7 +20,7 @@ from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.lengths import lengths_of
 from nanoray.data.tokens import MicroBatches
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.models.precision import LossScaler, MeanLoss
 from nanoray.observe.track.observer import Observer
 from nanoray.observe.watch.watch import Watch

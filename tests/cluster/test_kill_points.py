@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.faults.plan import parse_plan
+from nanoray.faults.inject import parse_plan
 from nanoray.machine.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
 from tests.harness.cluster import (
     Cluster,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.faults.plan import parse_plan
+from nanoray.faults.inject import parse_plan
 from nanoray.machine.points import RANK_POINTS
 from tests.cluster.test_kill_points import ELSEWHERE, FLAGS, IN_RECOVERY, clean, plan_of
 from tests.harness.cluster import (

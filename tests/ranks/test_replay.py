@@ -24,8 +24,8 @@ from nanoray.lab.replay.__main__ import main as replay
 from nanoray.lab.replay.again import QUIETLY, doubts, reenact
 from nanoray.lab.replay.past import read_past, tensors_apart
 from nanoray.lab.replay.player import InTurn
-from nanoray.train.guard.certificate import read
 from nanoray.train.guard.replicas import hash_tensors
+from nanoray.train.guard.state_hashes import read
 from tests.harness.ranks import make_spec, run_ranks
 
 RECIPE: dict[str, Any] = {

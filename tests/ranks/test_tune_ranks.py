@@ -54,7 +54,7 @@ def trials_of(
     rejoin: Any = None,
 ) -> Trials:
     """Return what measures choices, as a search has it. (all ranks)"""
-    from nanoray.faults.plan import Injector
+    from nanoray.faults.inject import Injector
     from nanoray.lab.tune.rank import here_of
     from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials

@@ -23,7 +23,6 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel
-from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import (
     Report,
@@ -32,6 +31,7 @@ from nanoray.bench.harness.report import (
     table,
 )
 from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.harness.trainings import add_data_flags, data_flags, words
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, bars, with_values
-from nanoray.bench.harness.plan import add_data_flags, chosen, data_flags, rotated
 from nanoray.bench.harness.processes import scratch_folder
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
+from nanoray.bench.harness.trainings import add_data_flags, chosen, data_flags, rotated
 from nanoray.bench.ladder import random_tokens
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli.folder import open_run

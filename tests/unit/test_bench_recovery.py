@@ -16,9 +16,9 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
-from nanoray.bench.harness.plan import BenchPlan
 from nanoray.bench.harness.processes import ChildFailed
 from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.trainings import BenchPlan
 from nanoray.bench.killed import (
     Goodput,
     MeasuredFault,

@@ -39,7 +39,7 @@ from nanoray.parallel.axis import Axis
 def cut(model: nn.Module, axis: Axis) -> None:
     """Cut nothing."""
 ''',
-    "forecast/parallelisms/xp.py": '''
+    "cli/forecast/parallelisms/xp.py": '''
 """What the dummy says of itself."""
 
 from __future__ import annotations

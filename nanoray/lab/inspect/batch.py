@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.cli.forecast.trial import TrialPass
+from nanoray.cli.forecast.probe import WatchedPass
 from nanoray.data.images import ImageData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import TokenData
@@ -83,7 +83,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run forward and backward of `model`, and measure each module."""
     # In the mode in which it trains: a script may have set modules of its model to eval mode.
-    trial = TrialPass(model)
+    trial = WatchedPass(model)
     with _outputs(model) as outputs:
         with autocast("cpu", subject.config.precision):
             loss = trial.forward(lambda: subject.loss(model, x, y), (x, y))

@@ -20,7 +20,7 @@ from nanoray.checkpoint.find import find_run
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli import parse_args
 from nanoray.cli.forecast.owners import rank_model
-from nanoray.cli.forecast.trial import Loss
+from nanoray.cli.forecast.probe import Loss
 from nanoray.cli.run_plan import known_dataset
 from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
 from nanoray.config.choose import choose_attention, choose_precision

@@ -13,8 +13,8 @@ from nanoray.checkpoint.state.optimizers import name_of
 from nanoray.cli.forecast.job import assume_device
 from nanoray.cli.forecast.owners import Holder, holders_of
 from nanoray.cli.forecast.parallelisms.registry import PARALLELISMS
+from nanoray.cli.forecast.probe import Seen, WatchedPass, probe_on_fakes
 from nanoray.cli.forecast.rank_memory import largest_rank, memory_line
-from nanoray.cli.forecast.trial import Seen, TrialPass, trial_on_fakes
 from nanoray.config.layout import Coords, Layout
 from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
@@ -36,7 +36,7 @@ def dump(subject: Subject) -> dict[str, Any]:
     # Shapes, connections and counts come from a trial on fake tensors, where one is possible.
     trial = None
     try:
-        trial = trial_on_fakes(
+        trial = probe_on_fakes(
             subject.model, subject.loss, *subject.example, config.precision, backward=True
         )
     except Exception as error:
@@ -126,7 +126,7 @@ def _memory(subject: Subject) -> str | None:
     return line.removeprefix("memory").lstrip()
 
 
-def modules_of(subject: Subject, trial: TrialPass | None) -> list[dict[str, Any]]:
+def modules_of(subject: Subject, trial: WatchedPass | None) -> list[dict[str, Any]]:
     """Return the modules in the model's order, each with what a trial recorded of it."""
     rows = []
     for name, module in subject.model.named_modules():

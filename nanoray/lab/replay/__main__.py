@@ -47,8 +47,8 @@ from nanoray.lab.replay.past import (
 )
 from nanoray.lab.replay.player import Witness
 from nanoray.machine.atomic import replace_bytes
-from nanoray.train.guard.certificate import format_hash
 from nanoray.train.guard.replicas import hash_tensors
+from nanoray.train.guard.state_hashes import format_hash
 
 
 def make_parser() -> Parser:

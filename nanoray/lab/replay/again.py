@@ -142,7 +142,7 @@ def reenact(
     for group in _groups(run, range(start + 1, last + 1)):
         # A step can belong to one group only, so each part stops where the next group begins.
         ends = [
-            other["group"] for other in run.certificate.groups if other["group"] > group["group"]
+            other["group"] for other in run.state_hashes.groups if other["group"] > group["group"]
         ]
         config = Config(**group["config"]).model_copy(
             update={**QUIETLY, "stop_at": min([last, *ends])}
@@ -154,7 +154,7 @@ def reenact(
         if found:
             # Each part has a folder of its own, so the result is merged part by part.
             newest.records = found.records | newest.records
-            newest.certificate.states = found.certificate.states | newest.certificate.states
+            newest.state_hashes.states = found.state_hashes.states | newest.state_hashes.states
         found, source = newest, newest.checkpoints[newest.last]
     assert found
     return found

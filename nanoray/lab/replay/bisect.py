@@ -76,7 +76,7 @@ def _two(a: Past, b: Past) -> int:
     last = min(a.last, b.last)
     # Two ranks give the same sum in any order; more ranks need the same backend as well.
     sums = {
-        (group["ranks"], group["backend"]) for run in (a, b) for group in run.certificate.groups
+        (group["ranks"], group["backend"]) for run in (a, b) for group in run.state_hashes.groups
     }
     exact = len(sums) == 1 or max(ranks for ranks, _ in sums) <= 2
     wrong = [d for d in differences(a, b, range(1, last + 1)) if matters(d, False, exact)]
@@ -118,7 +118,7 @@ def _one(run: Past, processes: bool) -> int:
 
 def _setups(a: Past, b: Past) -> list[str]:
     """Return a line for each difference of the two runs' configurations, data and machines."""
-    ours, theirs = (run.certificate.groups[0] for run in (a, b))
+    ours, theirs = (run.state_hashes.groups[0] for run in (a, b))
     found = [
         (key, ours[key], theirs[key])
         for key in ours
@@ -175,7 +175,7 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
     # The loss of a rank before any sum points at it most clearly.
     losses = [d.rank for d in at if d.what.startswith("own loss")]
     if losses:
-        ranks = len(a.certificate.states[step]["losses"])
+        ranks = len(a.state_hashes.states[step]["losses"])
         if len(losses) < ranks:
             return f"{_list(losses)}: its own loss alone differs"
         if ranks == 1:
@@ -185,9 +185,9 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
         )
 
     # Next a rank whose state is not one of the other run's.
-    digests = [{*run.certificate.states.get(step, {}).get("ranks", ())} for run in (a, b)]
+    digests = [{*run.state_hashes.states.get(step, {}).get("ranks", ())} for run in (a, b)]
     for run, others in ((a, digests[1]), (b, digests[0])):
-        own = run.certificate.states.get(step, {}).get("ranks", [])
+        own = run.state_hashes.states.get(step, {}).get("ranks", [])
         strays = [rank for rank, digest in enumerate(own) if digest not in others]
         if 0 < len(strays) < len(own):
             return f"{_list(strays)} of {run.folder.name}: its state alone is not that of the other run"
@@ -195,7 +195,7 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
     # Last a rank whose replica differs within its own run.
     apart = [d.rank for d in at if d.tensor]
     if apart:
-        ranks = max(len(run.certificate.states[step].get("ranks", ())) for run in (a, b))
+        ranks = max(len(run.state_hashes.states[step].get("ranks", ())) for run in (a, b))
         if 2 * len(apart) < ranks:
             return f"{_list(apart)}: its state is not that of the run's other ranks"
         return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"

@@ -13,7 +13,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.cli.forecast.job import Job
 from nanoray.config import micro_batches, resolve_batch
 from nanoray.config.layout import Layout
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.lab.tune.asked import KNOB_NAMES, MASKS, NORMS, Asked
 from nanoray.lab.tune.knobs import ALWAYS, BATCH, TunedRun, configured, memory_bytes
 from nanoray.lab.tune.result import closing_lines, write_results

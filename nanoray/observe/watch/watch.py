@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.data.tokens import MicroBatches
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.machine.points import reached
 from nanoray.models.workload import Workload

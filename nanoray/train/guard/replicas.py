@@ -20,7 +20,7 @@ from nanoray.machine.tensor_memory import plain_memory
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.pieces import is_cut
 from nanoray.train.fetch import share
-from nanoray.train.guard.certificate import format_hash
+from nanoray.train.guard.state_hashes import format_hash
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REMEDY = (
@@ -43,7 +43,7 @@ def compare(
     Each share of a sharded optimizer state is compared with its mirror, if it has one. Where the
     model is cut, or groups of hybrid sharding hold the same shares, ranks are compared piece by
     piece; of hybrid sharding each piece is healed from the majority of its holders. `certify`
-    receives the line of certificate.py for this state, before it is healed; `losses` are those of
+    receives the line of state_hashes.py for this state, before it is healed; `losses` are those of
     the newest step on this rank. Returns the number of healed ranks, and a warning for the user.
     Raises StateDiverged when there is no majority. Costs one pass over the state, and one wait for
     the device.
@@ -110,7 +110,7 @@ def _rows(state: TrainState) -> dict[str, Tensor]:
 
 
 def _line_of(of_ranks: Sequence[Any], samples: int) -> dict[str, Any]:
-    """Return the line of certificate.py, given each rank's digest, losses and hashes of rows."""
+    """Return the line of state_hashes.py, given each rank's digest, losses and hashes of rows."""
     losses: list[float] = []
     digests = []
     tensors = {}
@@ -153,7 +153,7 @@ def _compare_pieces(
 ) -> tuple[int, str]:
     """Compare the ranks that hold the same piece; heal a minority. (all ranks)
 
-    `line` is that of certificate.py, without what is found here. Returns as `compare` does. Raises
+    `line` is that of state_hashes.py, without what is found here. Returns as `compare` does. Raises
     StateDiverged where ranks differ and nothing is healed.
     """
     # Place -> rank -> hash

@@ -56,7 +56,7 @@ class Seen:
     backward_flops: int = 0
 
 
-class TrialPass:
+class WatchedPass:
     """A forward and a backward of `model`; `seen` has the records of each module by its name."""
 
     def __init__(self, model: nn.Module, state: dict[str, Tensor] | None = None) -> None:
@@ -192,9 +192,9 @@ def _contains(outer: str, inner: str) -> bool:
     return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
-def trial_on_fakes(
+def probe_on_fakes(
     model: nn.Module, loss: Loss, x: Any, y: Any, precision: str, backward: bool = False
-) -> TrialPass:
+) -> WatchedPass:
     """Return the trial of a micro batch as on a CPU. The model may be on the meta device.
 
     Nothing is computed: fake tensors have shapes and types only. Raises what the model raises on
@@ -210,7 +210,7 @@ def trial_on_fakes(
             else:
                 state[name] = mode.from_tensor(tensor)
         inputs = tree_map_only(Tensor, mode.from_tensor, (x, y))
-        trial = TrialPass(model, state)
+        trial = WatchedPass(model, state)
 
         def run() -> None:
             with autocast("cpu", precision):
