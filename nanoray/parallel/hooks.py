@@ -7,7 +7,7 @@ tied embedding of a pipeline              pp.TiedEmbedding
 gradients of a rank's own positions       stream.PartialGradients
 running statistics of batch norms         statistics.RunningStatistics
 gradients in 16 bits                      compress.Compressor
-of a script's own model                   script.Script.hooks
+of a script's own model                   ScriptHooks.hooks
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.pieces import Piece, Shard, whole_shards
-from nanoray.parallel.script import Script
+from nanoray.parallel.script_hooks import ScriptHooks
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
 
@@ -63,7 +63,7 @@ class Plan:
         loss: Loss,
         scaler: LossScaler,
         mirror: int = 0,
-        script: Script | None = None,
+        script: ScriptHooks | None = None,
     ) -> None:
         """Prepare `model` for this mesh. (all ranks)
 
@@ -426,7 +426,7 @@ def share(
     mirror: int,
     mirrored_experts: Mapping[str, tuple[Tensor, Piece]] | None,
     groups: Groups | None,
-    script: Script | None,
+    script: ScriptHooks | None,
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
     data = axes["shard"] if groups else axes["dp_cp"]

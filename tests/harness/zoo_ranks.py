@@ -186,11 +186,11 @@ def open_case(folder: Path, case: Case) -> Any:
 def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
     from nanoray.cli.folder import open_run
     from nanoray.config import make_config
-    from nanoray.data.dataset import own_data
+    from nanoray.data.dataset import script_data
     from nanoray.script.settings import DEFAULTS
 
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}
-    spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), own_data(), time.time())
+    spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), script_data(), time.time())
     return replace(spec, lock=None)  # the next part opens the run again
 
 

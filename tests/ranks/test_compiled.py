@@ -20,8 +20,8 @@ from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from tests.harness.images import image_spec, small_dataset
-from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import run_ranks, series
+from tests.harness.script_runs import final_tensors
 from tests.ranks.test_own import open_own, points
 
 

@@ -20,19 +20,19 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli.folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
-from nanoray.script.data.source import OwnData
+from nanoray.data.dataset import script_data
+from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from nanoray.script.settings import DEFAULTS
-from tests.harness import own_runs
+from tests.harness import script_runs
 from tests.harness.lasting_ranks import LastingRanks
 
 STEPS = 6
 BATCH = 12
 MICRO = 3
-SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 3, "micro_batch_size": MICRO}
+SETTINGS = script_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 3, "micro_batch_size": MICRO}
 
 CALLS: Counter[str] = Counter()  # in a rank's process
 
@@ -50,7 +50,7 @@ def points(count: int, seed: int) -> TensorDataset:
 
 def open_own(folder: Path, **settings: Any) -> RunSpec:
     values = DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings
-    return open_run(make_config(values), own_data(), time.time())
+    return open_run(make_config(values), script_data(), time.time())
 
 
 def trained(ranks: LastingRanks, main: Any, folder: Path, **settings: Any) -> RunSpec:
@@ -122,7 +122,7 @@ def plain_average(several: bool) -> dict[str, Tensor]:
     model = network()
     optimizers = optimizers_of(model, several)
     average = average_of(model, optimizers)
-    data = OwnData(points(50, 1), points(20, 2), 1337, BATCH, torch.device("cpu"))
+    data = ScriptData(points(50, 1), points(20, 2), 1337, BATCH, torch.device("cpu"))
     for step in range(STEPS):
         x, y = data.train_batch(BATCH * step, BATCH)
         nn.functional.mse_loss(model(x), y).backward()

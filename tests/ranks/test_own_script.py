@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import nanoray
 from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import ConfigError
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from tests.harness.commands import run, torchrun
 
@@ -145,7 +145,7 @@ def test_a_default_type_of_16_bits_rounds_no_loss_and_no_weight(
 
     # A plain loop over the same samples.
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
-    data = OwnData(TensorDataset(x, x.sum(1, keepdim=True)), None, 1337, 12, torch.device("cpu"))
+    data = ScriptData(TensorDataset(x, x.sum(1, keepdim=True)), None, 1337, 12, torch.device("cpu"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -20,14 +20,14 @@ from nanoray.checkpoint.find import newest_rank_states
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import DataError
 from nanoray.parallel.rendezvous import Rendezvous
-from nanoray.script.data.source import OwnData, source_of
+from nanoray.script.data.source import ScriptData, source_of
 from nanoray.script.data.stream import KEPT, Stream, pack, unpack
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from tests.harness import elastic
-from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, series
+from tests.harness.script_runs import final_tensors
 from tests.ranks.test_own import open_own, trained
 
 CPU = torch.device("cpu")
@@ -223,7 +223,7 @@ class WithNone(Noted):
 
 def test_streams_that_cannot_be_read_are_told_why() -> None:
     with pytest.raises(DataError, match="a batch is None; leave it out of the data"):
-        OwnData(WithNone(4), None, 0, 4, CPU).train_batch(0, 4)
+        ScriptData(WithNone(4), None, 0, 4, CPU).train_batch(0, 4)
     assert not isinstance(source_of(nn.ModuleList([nn.Tanh()]), "train"), Stream), "it has an index"
 
 

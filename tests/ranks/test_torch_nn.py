@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from nanoray.checkpoint.find import newest_valid
 from nanoray.cli.folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.machine.compat import BatchNormBase
 from nanoray.models.dropout import derive_seed, seed_generators
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
@@ -69,7 +69,7 @@ def alone(specimens: Sequence[Specimen], world: int) -> dict[str, Tensor]:
     # All of them, or none
     pieces = 1 if specimens[0].over_all_ranks else world
     size = BATCH // pieces
-    data = OwnData(TensorDataset(*batch(4 * BATCH)), None, SEED, BATCH, CPU)
+    data = ScriptData(TensorDataset(*batch(4 * BATCH)), None, SEED, BATCH, CPU)
     optimizer = optimizer_of(model)
     averaged = set()
     for name, module in model.named_modules():
@@ -103,7 +103,7 @@ def wrong(
 ) -> Iterator[str]:
     """Train specimens together, as one model; yield what differs from plain torch."""
     settings = {"dp_mode": mode, "out_dir": str(folder)}
-    spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
+    spec = open_run(make_config(DEFAULTS | SETTINGS | settings), script_data(), 0.0)
     names = [specimen.name for specimen in specimens]
     outcomes = ranks.train(spec, Program(partial(train, names=names), frozenset(settings)))
     for rank, outcome in enumerate(outcomes):

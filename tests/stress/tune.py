@@ -37,7 +37,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.cli.folder import open_run
 from nanoray.config import load_config
 from nanoray.config.load import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.data.prepare import prepare
 from nanoray.machine.gpus import discover_gpus
 
@@ -243,7 +243,7 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
         "micro_batch_size": 0,
         "global_batch_size": 8 if args.quick else 32,
     }
-    return open_run(make_config(values), own_data(), started)
+    return open_run(make_config(values), script_data(), started)
 
 
 def _add_targets(report: Report, subject: str) -> None:

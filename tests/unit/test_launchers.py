@@ -8,7 +8,7 @@ import pytest
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.launch.own import refuse_both
+from nanoray.launch.from_script import refuse_both
 from nanoray.machine.launchers import first_host, place_of
 from nanoray.parallel.rendezvous import Rendezvous
 

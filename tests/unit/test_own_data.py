@@ -23,7 +23,7 @@ from nanoray.data.tokens import MicroBatches
 from nanoray.errors import DataError
 from nanoray.script.data.batch import Counted, as_pair, counted
 from nanoray.script.data.epochs import Epochs
-from nanoray.script.data.source import Items, OwnData, source_of
+from nanoray.script.data.source import Items, ScriptData, source_of
 from nanoray.script.data.stream import Stream
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def noise(workers: int, ranks: int) -> Tensor:
     found = {}
     for rank in range(ranks):
         loader = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers)
-        data = OwnData(loader, None, 7, 2, CPU, (rank, ranks))
+        data = ScriptData(loader, None, 7, 2, CPU, (rank, ranks))
         batch = Batch(2, 6 // ranks, ranks)
         data.divide(batch, rank)
         batches = MicroBatches(data, batch, rank)
@@ -103,7 +103,7 @@ def test_augmentation_depends_on_the_sample_alone() -> None:
 def test_a_batch_is_not_the_loaders_own_memory() -> None:
     """A model may change its inputs in place, and the first batch is read more than once."""
     x = torch.ones(2, 3)
-    data = OwnData(Stored(x), None, 0, 2, CPU)
+    data = ScriptData(Stored(x), None, 0, 2, CPU)
     data.train_batch(0, 2)[0].zero_()
     assert x.eq(1).all()
 
@@ -142,7 +142,7 @@ def test_samples_are_counted_by_the_dimension_that_tensors_agree_on(name: str) -
 SCRIPT = """
 import os, sys, time, torch
 from torch.utils.data import DataLoader
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 
 class Pids(torch.utils.data.Dataset):
     def __len__(self):
@@ -156,7 +156,7 @@ if __name__ == "__main__":
     loader = DataLoader(
         Pids(), batch_size=2, sampler=sampler, num_workers=2, multiprocessing_context=how
     )
-    data = OwnData(loader, None, 0, 2, torch.device("cpu"))
+    data = ScriptData(loader, None, 0, 2, torch.device("cpu"))
     pids = [data.train_batch(first, 2)[0][0].item() for first in (0, 2)]
     print(*pids, flush=True)
     time.sleep(60)

@@ -19,7 +19,7 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.data.lengths import format_lengths
 from nanoray.machine.text import aligned
 from nanoray.models import costs, resnet_costs
-from nanoray.models.build import OwnShape, shape_of
+from nanoray.models.build import ScriptShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.schedules import waited
 
@@ -40,7 +40,7 @@ def dry_run_lines(
     `memory_gb`: the memory of a rank's device, in 1e9 bytes. `on_gpus`: see `assume_device`.
     """
     shape = shape_of(config, dataset.vocab_size)
-    assert not isinstance(shape, OwnShape), "script/dry_run.py describes a script's own model"
+    assert not isinstance(shape, ScriptShape), "script/dry_run.py describes a script's own model"
     layout = Layout.of(config, batch.dp * config.replica_ranks)
     device = assume_device(config, on_gpus)
     stage, parts = largest_rank(config, shape, batch, device)

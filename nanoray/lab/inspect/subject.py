@@ -25,18 +25,18 @@ from nanoray.cli.run_plan import known_dataset
 from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
 from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.config.layout import DIVISIONS, Coords, Layout
-from nanoray.data.dataset import DatasetInfo, own_data
+from nanoray.data.dataset import DatasetInfo, script_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.machine.atomic import read_json
 from nanoray.machine.host import cpu_features
-from nanoray.models.build import OwnShape, shape_of
+from nanoray.models.build import ScriptShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
 from nanoray.script.program import call_until_fit
 from nanoray.script.settings import DEFAULTS
-from nanoray.script.task import OwnTask
+from nanoray.script.task import ScriptTask
 
 PROG = "nanoray inspect"
 # Flags of a run that name another configuration than TARGET does, or belong to a dry run.
@@ -67,7 +67,7 @@ class Subject:
     layout: Layout
     batch: Batch
     model: nn.Module
-    shape: ModelShape | ResNetShape | OwnShape
+    shape: ModelShape | ResNetShape | ScriptShape
     example: tuple[Any, Any]
     loss: Loss = lambda model, x, y: model(x, y)
     optimizer: torch.optim.Optimizer | None = None  # of a script
@@ -84,7 +84,7 @@ class Subject:
         """Return the model on the meta device as the rank at `place` has it before data parallelism
         shares it.
         """
-        if isinstance(self.shape, OwnShape):
+        if isinstance(self.shape, ScriptShape):
             return deepcopy(self.model).to("meta")
         return rank_model(
             self.config, self.dataset.vocab_size, weight_type(self.config.precision), place
@@ -239,7 +239,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
         config = config.model_copy(update={"micro_batch_size": 0})
     ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
 
-    def take_subject(task: OwnTask) -> None:
+    def take_subject(task: ScriptTask) -> None:
         decided, batch, example = task.example()
         precision = "fp32" if decided.precision == "auto" else decided.precision
         decided = decided.model_copy(update={"precision": precision})
@@ -250,11 +250,11 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
                 path.name,
                 decided,
                 "of the script",
-                own_data(),
+                script_data(),
                 layout,
                 batch,
                 model,
-                OwnShape(),
+                ScriptShape(),
                 example,
                 task.mean_loss,
                 optimizer,

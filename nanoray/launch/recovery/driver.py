@@ -27,10 +27,10 @@ from nanoray.launch.placement import Placement
 from nanoray.launch.recovery.actors import ActorPool, start_timeout_s
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
 from nanoray.launch.recovery.fault_log import FaultLog
+from nanoray.launch.recovery.pickled_script import PickledScript
 from nanoray.launch.recovery.rank_end import read_start
 from nanoray.launch.recovery.recover import Recoverer, say_after_training
 from nanoray.launch.recovery.run_state import RunState
-from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.situation import (
     AwaitReplacements,
     EndUntrained,
@@ -67,7 +67,7 @@ class Driver:
         stop: Stop,
         api: Any = ray,
         clock: Any = time,
-        script: PackedScript | None = None,
+        script: PickledScript | None = None,
         cluster_clock: Any = time,
         variables: Mapping[str, str] | None = None,
     ) -> None:
