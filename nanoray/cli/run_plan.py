@@ -12,11 +12,11 @@ from typing import TypeVar
 
 from nanoray.cli import Loaded, Scale
 from nanoray.config import VOCAB_MULTIPLE, Config, Settings, resolve_batch
+from nanoray.config.conflict_sizes import require_divisible, require_groups
 from nanoray.config.conflicts import refuse
 from nanoray.config.layout import Layout
 from nanoray.config.load import run_folder_of
 from nanoray.config.settings import lines_of
-from nanoray.config.sizes import require_divisible, require_groups
 from nanoray.data.cifar10 import CLASSES
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.download import NotDownloaded

@@ -46,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.config.sizes import require_divisible
+from nanoray.config.conflict_sizes import require_divisible
 from nanoray.errors import ConfigError
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT, Attention, KVCache, LMHead, Positions
