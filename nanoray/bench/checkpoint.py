@@ -558,7 +558,7 @@ def _flat(model: Record, optimizer: Record) -> Record:
 def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> SavingArm:
     """Return the arm that saves as the training loop does."""
     from nanoray.checkpoint.files import load
-    from nanoray.checkpoint.run import RunSpec, write_attempt
+    from nanoray.checkpoint.run_folder import RunSpec, write_attempt
     from nanoray.checkpoint.writer import CheckpointWriter
 
     spec = RunSpec(

@@ -24,7 +24,7 @@ from nanoray.bench.harness.figure import Panel, bars
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
 from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.trainings import add_data_flags, add_settings_flag, data_flags, rotated
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare

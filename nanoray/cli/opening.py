@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.upload.fetch import fetch_fitting, fetch_named
 from nanoray.cli import Loaded, require_script
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.cli.run_plan import dataset_of_dry_run, forecast_at, last_lines, plan
 from nanoray.config import Config, Settings, resolve_batch
 from nanoray.config.choose import precision_of

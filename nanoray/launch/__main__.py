@@ -10,8 +10,8 @@ from functools import partial
 
 from ray.util.placement_group import remove_placement_group
 
-from nanoray.checkpoint.folder import discard_refused, discarding_refused
-from nanoray.checkpoint.run import summary_on_failure, write_summary
+from nanoray.checkpoint.refused_run import discard_refused, discarding_refused
+from nanoray.checkpoint.run_folder import summary_on_failure, write_summary
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH

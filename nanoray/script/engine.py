@@ -24,7 +24,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli import Loaded
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError

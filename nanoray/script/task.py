@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.tokens import Samples
 from nanoray.errors import CheckpointError, ConfigError

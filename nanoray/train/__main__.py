@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import DistError
 
-from nanoray.checkpoint.folder import discarding_refused
-from nanoray.checkpoint.run import (
+from nanoray.checkpoint.refused_run import discarding_refused
+from nanoray.checkpoint.run_folder import (
     RunSpec,
     lock_run,
     summary_on_failure,

@@ -20,8 +20,8 @@ from torch import nn
 
 from nanoray import __version__
 from nanoray.checkpoint.files import load, open_checkpoint, void_unfinished
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.data.dataset import DatasetInfo
@@ -251,7 +251,7 @@ def decided_otherwise(
 ) -> list[str]:
     """Return a note for each key that is auto, and was decided otherwise when the run trained.
 
-    (rank 0 only) The driver has compared the other keys (cli/folder.py).
+    (rank 0 only) The driver has compared the other keys (cli/open_folder.py).
     """
     if not checkpoint:
         return []

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.layout import Layout
 from nanoray.faults.inject import Injector
 from nanoray.machine.compat import compiled_for_one_size

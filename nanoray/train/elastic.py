@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Config
 from nanoray.errors import (

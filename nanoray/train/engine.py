@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.rank_state import Rate, Update
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches

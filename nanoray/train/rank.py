@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.conflicts import refuse
 from nanoray.config.layout import Layout
 from nanoray.data.prepare import prepare

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanoray.checkpoint.begin import begin_with
-from nanoray.checkpoint.find import newest_rank_states
-from nanoray.checkpoint.run import RunSpec, recovers_in_place
+from nanoray.checkpoint.init_from import begin_with
+from nanoray.checkpoint.resume import newest_rank_states
+from nanoray.checkpoint.run_folder import RunSpec, recovers_in_place
 from nanoray.checkpoint.state.optimizer_part import notes_on_resume
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.rank_state import Schedule
 from nanoray.config import Batch
 from nanoray.data.images import ImageData

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.faults.inject import Injector
 from nanoray.parallel.mesh import join
 from nanoray.parallel.rendezvous import Order, Rendezvous

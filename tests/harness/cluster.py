@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.launch.ray_compat import numbers_of
 from nanoray.train.guard import state_hashes
 from tests.harness import leaks

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.cifar10 import generate, store
 from nanoray.data.dataset import DatasetInfo

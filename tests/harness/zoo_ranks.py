@@ -129,8 +129,8 @@ def _run(
     case: Case, rank: int, world: int, store: Any, port: int, folder: Path, secret: str, number: int
 ) -> Found:
     """Train a case in parts, each of which resumes the one before. (all ranks)"""
-    from nanoray.checkpoint.find import newest_valid
-    from nanoray.checkpoint.run import RunSpec
+    from nanoray.checkpoint.resume import newest_valid
+    from nanoray.checkpoint.run_folder import RunSpec
     from nanoray.parallel.mesh import abandon_groups
     from nanoray.script.program import Program
 
@@ -184,7 +184,7 @@ def open_case(folder: Path, case: Case) -> Any:
 
 
 def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
-    from nanoray.cli.folder import open_run
+    from nanoray.cli.open_folder import open_run
     from nanoray.config import make_config
     from nanoray.data.dataset import script_data
     from nanoray.script.settings import DEFAULTS

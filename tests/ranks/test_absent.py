@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.script.absent import AbsentGradients
 from nanoray.script.program import Program
 from tests.harness.elastic import run_elastic

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.data.dataset import DatasetInfo
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli.checkpoint import main as checkpoint
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import script_data
 from nanoray.machine.tensor_memory import bytes_of

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import script_data
 from nanoray.errors import ConfigError

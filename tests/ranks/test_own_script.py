@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.errors import ConfigError
 from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.tensorfile import read_file, tensors_in
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData

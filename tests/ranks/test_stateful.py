@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.checkpoint.find import newest_rank_states
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_rank_states
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import DataError
 from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.script.data.source import ScriptData, source_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import make_config
 from nanoray.lab.inspect.__main__ import main
 from nanoray.models.gpt import GPT, ModelShape

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import script_data
 from nanoray.machine.compat import BatchNormBase

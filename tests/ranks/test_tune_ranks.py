@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.parallel.mesh import join

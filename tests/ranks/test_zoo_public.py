@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import script_data
 from nanoray.models.dropout import derive_seed, seed_generators

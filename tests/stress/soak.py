@@ -373,7 +373,7 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
     """Compare the final checkpoints and all logged values of both runs, bit for bit."""
     import torch
 
-    from nanoray.checkpoint.find import newest_valid
+    from nanoray.checkpoint.resume import newest_valid
 
     assert clean
     assert faulty

@@ -33,8 +33,8 @@ from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
 from nanoray.bench.harness.trainings import add_data_flags, chosen, data_flags, rotated
 from nanoray.bench.ladder import random_tokens
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import load_config
 from nanoray.config.load import make_config
 from nanoray.data.dataset import script_data

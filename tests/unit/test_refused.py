@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import nanoray
-from nanoray.checkpoint.folder import discard_refused
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.refused_run import discard_refused
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import script_data
 from nanoray.launch.from_script import launch_from_script

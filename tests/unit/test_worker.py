@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
 from nanoray.faults import exit_record
 from nanoray.faults.cause import CAUSES

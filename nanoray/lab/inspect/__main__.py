@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nanoray.checkpoint.run import newest_record
+from nanoray.checkpoint.run_folder import newest_record
 from nanoray.cli import (
     RUNS,
     Parser,

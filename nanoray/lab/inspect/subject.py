@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.find import find_run
+from nanoray.checkpoint.resume import find_resume
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli import parse_args
 from nanoray.cli.forecast.owners import rank_model
@@ -149,7 +149,7 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
     found = None
     notes = []
     try:
-        found = find_run(path, str(path), {})
+        found = find_resume(path, str(path), {})
     except CheckpointError as error:
         if not (path / "config.json").is_file():
             raise

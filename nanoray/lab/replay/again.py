@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.config.layout import DIVISIONS, Layout
 from nanoray.data.prepare import prepare

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoray.checkpoint.files import MANIFEST, load, steps_in
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.load import read_mapping
 from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json_lines

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli.forecast.job import Job
 from nanoray.config import micro_batches, resolve_batch
 from nanoray.config.layout import Layout

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import ConfigError
 from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.script.run import DryRunEnded, Run

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.errors import NanorayError, OutOfMemory
 from nanoray.faults.cause import is_collective_error, is_out_of_memory

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import (
     NotIn,
 )
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.connection import bounded

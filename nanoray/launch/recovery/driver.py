@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector

@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
 from nanoray.launch.recovery.actors import POLL_S, START_TRIES

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from nanoray.checkpoint.run import RunSpec, can_regroup
+from nanoray.checkpoint.run_folder import RunSpec, can_regroup
 from nanoray.config.choose import require_compiler
 from nanoray.errors import NanorayError, OutOfMemory, RankDiffers, RendezvousError
 from nanoray.faults import exit_record

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.data.tokens import MicroBatches

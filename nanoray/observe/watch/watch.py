@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.data.tokens import MicroBatches
 from nanoray.faults.inject import Injector
