@@ -127,7 +127,7 @@ class Ladder:
         It is wrong where it is not the base's, but for the rungs `not_same`, of another model or
         batch. With dropout nothing is compared: other kernels draw other masks.
         """
-        from nanoray.train.arm import same_loss
+        from nanoray.train.loop_arm import same_loss
 
         of_base = self.losses(base)
         for rung, config in self.configs.items():

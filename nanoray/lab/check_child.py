@@ -48,7 +48,7 @@ from nanoray.script.program import Program, call_until_fit
 from nanoray.script.settings import loaded_of
 from nanoray.script.task import ScriptTask
 from nanoray.train.__main__ import train_here
-from nanoray.train.arm import QUIET
+from nanoray.train.loop_arm import QUIET
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import set_mode
 

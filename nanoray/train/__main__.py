@@ -55,7 +55,7 @@ from nanoray.parallel.rendezvous import (
     connect_store,
     runtime_nccl_version,
 )
-from nanoray.train.launcher import watch_launcher
+from nanoray.train.launcher_watch import watch_launcher
 from nanoray.train.model import settings_put_back
 from nanoray.train.program import Trains
 from nanoray.train.rank import train

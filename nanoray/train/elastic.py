@@ -6,7 +6,7 @@
                           new engine ◄─ catch up ◄─ furthest ◄─ meet ◄──────┘
 
 The ranks of the new process group bring all of them to the state of the rank with the most
-completed steps (fetch.py, mirror.py): nothing is read from disk and no completed step is repeated.
+completed steps (broadcast_state.py, mirror.py): nothing is read from disk and no completed step is repeated.
 Survivors can be one step apart, because the last all-reduce may have finished on some of them only.
 All ranks repeat the interrupted step with the same data and dropout, so the losses equal those of a
 run without the fault.

@@ -42,7 +42,7 @@ from nanoray.train.guard.state_hashes import append
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import evaluated_weights, set_mode
-from nanoray.train.reading import Reading
+from nanoray.train.read_vote import ReadVote
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
 from nanoray.train.seeds import DropoutSeeds
@@ -100,10 +100,10 @@ class Engine:
 
         # What can refuse a step. A script's data can fail in the middle of a run.
         self.checks: list[StepCheck] = []
-        self.reading: Reading | None = None
+        self.reading: ReadVote | None = None
         if isinstance(self.batches.data, FallibleSamples):
             self.batches.data.divide(self.batch, self.batches.rank)
-            self.reading = Reading(self.mesh, self.batches.data, self.batch)
+            self.reading = ReadVote(self.mesh, self.batches.data, self.batch)
             self.checks.append(self.reading)
         every = self.cfg.audit_every
         if every:

@@ -32,7 +32,7 @@ from nanoray.models.precision import step_unless
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.norm import clip_to
 from nanoray.parallel.pieces import Shard
-from nanoray.train.fetch import fetch
+from nanoray.train.broadcast_state import receive_state
 
 log = logging.getLogger("nanoray.rank")
 # A place (the part of a parameter that a model has), and where elements of it begin and end
@@ -68,7 +68,7 @@ def give_shares(
         None if norm is None else norm.to(mesh.device),
         None if leave_out is None else leave_out.to(mesh.device),
     )
-    packed, session = fetch(state, mesh, source, pieces=False)
+    packed, session = receive_state(state, mesh, source, pieces=False)
     if mesh.rank != source:
         # Nothing communicates from here to the end of this block, so a step is finished as a whole
         # or not at all.

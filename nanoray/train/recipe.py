@@ -28,10 +28,10 @@ from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.agree import note_group
-from nanoray.train.closing import sample_of
+from nanoray.train.broadcast_state import broadcast_state
 from nanoray.train.elastic import Rejoin, TrainingGroup, warning_of_strays
 from nanoray.train.engine import Engine
-from nanoray.train.fetch import share
+from nanoray.train.final_sample import sample_of
 from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import peak_of_all_ranks, this_device
 from nanoray.train.mirror import copy_to_mirror, give_shares
@@ -152,7 +152,7 @@ class Recipe:
         par, owner = self.cut_model(group)
         self.hold_share(par, group.mesh, owner)
         # CPUs of different models may initialise weights differently.
-        share(self.state, group.mesh, 0)
+        broadcast_state(self.state, group.mesh, 0)
         return par
 
     def resumed(self, group: TrainingGroup) -> Plan:
@@ -185,7 +185,7 @@ class Recipe:
         par, owner = self.cut_model(group)
         wanted = share_of(self.task, par, state, self._cfg, owner)
         if wanted is None:
-            share(state, mesh, source)
+            broadcast_state(state, mesh, source)
         else:
             weights = weights_of(par, state.model)
             give_shares(state, mesh, source, wanted, weights, self._cfg.grad_clip)

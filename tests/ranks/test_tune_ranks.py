@@ -107,10 +107,10 @@ def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path
 
 def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
     """Measure choices in turns while their arms stay open; count the arms that were made. (all ranks)"""
-    from nanoray.train import arm
+    from nanoray.train import loop_arm
 
     made: list[int] = []
-    recipe_of = arm.Recipe
+    recipe_of = loop_arm.Recipe
 
     def noted(*given: Any) -> Any:
         made.append(1)
@@ -127,7 +127,7 @@ def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
         counts.append(len(made))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arm, "Recipe", noted)
+        patch.setattr(loop_arm, "Recipe", noted)
         run_turn()
         with trials.kept_open(choices, 1e12):
             run_turn()

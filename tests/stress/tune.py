@@ -271,7 +271,7 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials
     from nanoray.parallel.rendezvous import Order, Rendezvous
-    from nanoray.train.arm import memory_of_rank, same_loss
+    from nanoray.train.loop_arm import memory_of_rank, same_loss
 
     spec = RunSpec.from_dict(order["spec"])
     place = Rendezvous(
@@ -401,7 +401,7 @@ def _losses_apart(
 ) -> float:
     """Return how far the losses of 50 steps of SGD are apart, relative. (all ranks)"""
     from nanoray.lab.tune.knobs import configured
-    from nanoray.train.arm import LoopArm
+    from nanoray.train.loop_arm import LoopArm
 
     losses = []
     for choice in ((), tuned):

@@ -14,7 +14,7 @@ from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.statistics import RunningStatistics
+from nanoray.parallel.running_statistics import RunningStatistics
 from nanoray.script.checks import require_sharable
 from nanoray.script.settings import DEFAULTS, loaded_of
 

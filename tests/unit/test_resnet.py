@@ -18,7 +18,7 @@ from nanoray.models.resnet import ResNet, ResNetShape, loss_and_accuracy
 from nanoray.models.resnet_costs import count_parameters, flops_per_image
 from nanoray.parallel.axis import data_axis
 from nanoray.parallel.mesh import Mesh
-from nanoray.parallel.statistics import RunningStatistics
+from nanoray.parallel.running_statistics import RunningStatistics
 from nanoray.train.optim.groups import make_optimizer
 from tests.harness.images import TINY, small_dataset
 

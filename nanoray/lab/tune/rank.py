@@ -26,10 +26,10 @@ from nanoray.models.gpt import ModelShape
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.mesh import Mesh, join
 from nanoray.parallel.rendezvous import Order, Rendezvous
-from nanoray.parallel.statistics import has_statistics
+from nanoray.parallel.running_statistics import has_statistics
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
-from nanoray.train.arm import FOLDER, memory_of_rank
 from nanoray.train.hardware import describe_place
+from nanoray.train.loop_arm import FOLDER, memory_of_rank
 from nanoray.train.out_of_memory import come_in_batches
 from nanoray.train.rank import meet_group, prepare_process
 from nanoray.train.tasks import Task

@@ -29,7 +29,7 @@ from nanoray.lab.tune.subject import TuneSubject
 from nanoray.machine.atomic import append_line, read_json_lines
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.rendezvous import Order
-from nanoray.train.arm import BlockCost, LoopArm, free_memory, same_loss
+from nanoray.train.loop_arm import BlockCost, LoopArm, free_memory, same_loss
 from nanoray.train.out_of_memory import describe
 from nanoray.train.tasks import Task
 

@@ -1,6 +1,6 @@
 """Compare the replicas' state by hashes of the tensors' bits; heal a minority.
 
-weights, optimizer, loss scale ─► hash_tensors() ─► compare over all ranks ─► equal, or share()
+weights, optimizer, loss scale ─► hash_tensors() ─► compare over all ranks ─► equal, or broadcast_state()
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanoray.errors import StateDiverged
 from nanoray.machine.tensor_memory import plain_memory
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.pieces import is_cut
-from nanoray.train.fetch import share
+from nanoray.train.broadcast_state import broadcast_state
 from nanoray.train.guard.state_hashes import format_hash
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -97,7 +97,7 @@ def compare(
 
     # If a rank is lost now, no other rank may copy a differing state.
     state.whole = mesh.rank not in strays
-    share(state, mesh, source)
+    broadcast_state(state, mesh, source)
     return len(strays), (
         f"after step {state.step} the state differs from the majority's on {what}: a flipped bit, "
         f"or a faulty device. It took over the state of rank {source}; training goes on"
