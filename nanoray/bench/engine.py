@@ -103,7 +103,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     import torch
 
     from nanoray.machine.host import keep_freed_memory
-    from nanoray.observe.trace.log import share_idle
+    from nanoray.observe.trace.log import idle_fraction
     from nanoray.observe.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":
@@ -158,7 +158,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
                 both = worst([event["busy_ms"], event["exposed_ms"]])
                 event["busy_ms"], event["exposed_ms"] = both
             if WAITING in measures:
-                wait = torch.tensor(100 * share_idle(phases), device=mesh.device)
+                wait = torch.tensor(100 * idle_fraction(phases), device=mesh.device)
                 event["wait"] = mesh.all_reduce_mean(wait).item()
                 event["theory"] = 100 * arm.plan.flow.bubble
             if BITS in measures:

@@ -41,7 +41,7 @@ from nanoray.train.out_of_memory import (
     record,
 )
 from nanoray.train.saving import read_checkpoint
-from nanoray.train.shares import (
+from nanoray.train.state_share import (
     mirrored_rank,
     note_on_nodes,
     require_shards,
