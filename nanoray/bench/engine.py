@@ -224,7 +224,7 @@ def memory_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
 def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict[str, int], int]]:
     """Train, and yield what is held at the end of each step and the peak until then. (all ranks)"""
-    from nanoray.bench.held import held_by_mirror, held_bytes
+    from nanoray.bench.held_memory import held_by_mirror, held_bytes
 
     for _ in range(count):
         arm.step()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.bench.harness.trainings import rotated
-from nanoray.bench.held import held_bytes
+from nanoray.bench.held_memory import held_bytes
 from nanoray.cli.forecast.memory import Sizes, state_memory
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData

@@ -25,7 +25,7 @@ from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.pieces import Shard
 from nanoray.parallel.script_hooks import ScriptHooks
-from nanoray.script.absent import AbsentGradients, FrozenParameters
+from nanoray.script.absent_gradients import AbsentGradients, FrozenParameters
 from nanoray.script.call import WithLoss, loss_of
 from nanoray.script.data.batch import CountedTargets
 from nanoray.script.data.source import ORDER, STREAM, ScriptData, batch_size_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanoray.checkpoint.resume import newest_valid
-from nanoray.script.absent import AbsentGradients
+from nanoray.script.absent_gradients import AbsentGradients
 from nanoray.script.program import Program
 from tests.harness.elastic import run_elastic
 from tests.harness.zoo import BY_NAME

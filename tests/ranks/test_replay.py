@@ -22,8 +22,8 @@ from nanoray.data.tokens import TokenData
 from nanoray.lab.replay import bisect
 from nanoray.lab.replay.__main__ import main as replay
 from nanoray.lab.replay.again import QUIETLY, doubts, reenact
-from nanoray.lab.replay.past import read_past, tensors_apart
 from nanoray.lab.replay.player import InTurn
+from nanoray.lab.replay.recorded import read_recorded, tensors_apart
 from nanoray.train.guard.replicas import hash_tensors
 from nanoray.train.guard.state_hashes import read
 from tests.harness.ranks import make_spec, run_ranks
@@ -222,7 +222,7 @@ def test_a_re_enactment_leaves_out_only_what_there_is() -> None:
 def test_other_kernels_than_those_of_the_run_are_named(
     pair: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    past = read_past(pair.folder)
+    past = read_recorded(pair.folder)
     assert doubts(past, range(5, 6), processes=False) == []
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     (doubt,) = doubts(past, range(5, 6), processes=False)
@@ -348,7 +348,7 @@ def test_a_flipped_bit_is_found_between_two_runs(
     """The clean one is a re-enactment, which is a run as well; both end alike, as the majority
     healed the rank.
     """
-    reenact(read_past(flipped.folder), 0, 8, tmp_path)
+    reenact(read_recorded(flipped.folder), 0, 8, tmp_path)
     clean = tmp_path / "from_0"
     out = said(capsys, bisect.main([str(clean), str(flipped.folder)]), 1)
     assert "setup    ranks: 1 and 3" in out

@@ -56,13 +56,13 @@ def trials_of(
     """Return what measures choices, as a search has it. (all ranks)"""
     from nanoray.faults.inject import Injector
     from nanoray.lab.tune.rank import here_of
-    from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials
+    from nanoray.lab.tune.tuned_model import TunedModel
     from nanoray.train.rank import meet_group, prepare_process
 
     prepare_process(spec, rendezvous)
     mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
-    subject = TuneSubject(None, frozenset(), rendezvous)
+    subject = TunedModel(None, frozenset(), rendezvous)
     here = here_of(spec, mesh, rendezvous, subject)
     trials = Trials(spec, mesh, subject, here, 300.0, wanted, print)
     trials.read()

@@ -43,8 +43,8 @@ from nanoray.machine.gpus import discover_gpus
 
 if TYPE_CHECKING:
     from nanoray.lab.tune.knobs import Choice, TunedRun
-    from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials
+    from nanoray.lab.tune.tuned_model import TunedModel
     from nanoray.parallel.mesh import Mesh
     from nanoray.script.run import Run
 
@@ -268,8 +268,8 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     from nanoray.lab.tune.knobs import words
     from nanoray.lab.tune.rank import here_of
     from nanoray.lab.tune.search import Search
-    from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials
+    from nanoray.lab.tune.tuned_model import TunedModel
     from nanoray.parallel.rendezvous import Order, Rendezvous
     from nanoray.train.loop_arm import memory_of_rank, same_loss
 
@@ -281,7 +281,7 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
         threads=torch.get_num_threads(),
     )
     given = frozenset({"global_batch_size"})
-    subject = TuneSubject(MAINS.get(order["subject"]), given, place)
+    subject = TunedModel(MAINS.get(order["subject"]), given, place)
     here = here_of(spec, mesh, place, subject)
 
     def trials_in(name: str) -> Trials:
@@ -397,7 +397,7 @@ def _combinations(
 
 
 def _losses_apart(
-    mesh: Mesh, spec: RunSpec, subject: TuneSubject, here: TunedRun, tuned: Choice
+    mesh: Mesh, spec: RunSpec, subject: TunedModel, here: TunedRun, tuned: Choice
 ) -> float:
     """Return how far the losses of 50 steps of SGD are apart, relative. (all ranks)"""
     from nanoray.lab.tune.knobs import configured

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.bench.held import held_bytes
+from nanoray.bench.held_memory import held_bytes
 from nanoray.cli.forecast.probe import probe_on_fakes
 from nanoray.script.dry_run import kept_per_element
 from nanoray.script.engine import RuntimeEngine

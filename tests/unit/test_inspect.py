@@ -18,8 +18,8 @@ from nanoray.config import make_config
 from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
 from nanoray.lab.inspect.__main__ import main
-from nanoray.lab.inspect.batch import measure, run_batch
-from nanoray.lab.inspect.subject import Subject, find_subject
+from nanoray.lab.inspect.one_batch import measure, run_batch
+from nanoray.lab.inspect.target import InspectTarget, find_target
 from nanoray.lab.inspect.text import figures_of
 from nanoray.lab.inspect.tree import dump, format_ranks
 from nanoray.models.build import build_model
@@ -39,8 +39,8 @@ RESNET = [
 ]
 
 
-def subject_of(*flags: str, target: str = "tiny", ranks: int | None = None) -> Subject:
-    return find_subject(target, [*flags], ranks, "main")
+def subject_of(*flags: str, target: str = "tiny", ranks: int | None = None) -> InspectTarget:
+    return find_target(target, [*flags], ranks, "main")
 
 
 def modules(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -124,7 +124,7 @@ def test_ranks_as_text() -> None:
 # One batch.
 
 
-def batch_of(subject: Subject) -> tuple[Tensor, Tensor]:
+def batch_of(subject: InspectTarget) -> tuple[Tensor, Tensor]:
     """Return random inputs and targets in the shapes of the subject's micro batch."""
     source = torch.Generator().manual_seed(1)
     x, _ = subject.example
@@ -135,7 +135,7 @@ def batch_of(subject: Subject) -> tuple[Tensor, Tensor]:
     return tokens, torch.randint(65, x.shape, generator=source)
 
 
-def new_model(subject: Subject) -> nn.Module:
+def new_model(subject: InspectTarget) -> nn.Module:
     torch.manual_seed(1)
     return build_model(subject.config, subject.dataset.vocab_size)
 

@@ -132,7 +132,7 @@ from nanoray.cli.forecast.dry_run import dry_run_lines
 from nanoray.cli.forecast.job import job_of
 from nanoray.cli.forecast.layouts import candidates, refusal
 from nanoray.cli.run_plan import forecast_at
-from nanoray.lab.inspect.subject import _described
+from nanoray.lab.inspect.target import _described
 from nanoray.lab.inspect.tree import dump
 from nanoray.launch.recovery.shares import no_replica
 from nanoray.config.layout import DIVISIONS, Layout

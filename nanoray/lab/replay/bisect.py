@@ -17,14 +17,14 @@ from pathlib import Path
 from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.lab.replay.again import doubts, reenact, refuse
-from nanoray.lab.replay.past import (
+from nanoray.lab.replay.recorded import (
     Difference,
-    Past,
+    RecordedRun,
     compared,
     differences,
     format_difference,
     matters,
-    read_past,
+    read_recorded,
     tensors_apart,
 )
 
@@ -61,13 +61,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    a = read_past(find_run_folder(args.a))
+    a = read_recorded(find_run_folder(args.a))
     if args.b:
-        return _two(a, read_past(find_run_folder(args.b)))
+        return _two(a, read_recorded(find_run_folder(args.b)))
     return _one(a, args.processes)
 
 
-def _two(a: Past, b: Past) -> int:
+def _two(a: RecordedRun, b: RecordedRun) -> int:
     """Compare two runs by what both have kept."""
     print(
         "\n".join(_setups(a, b))
@@ -85,7 +85,7 @@ def _two(a: Past, b: Past) -> int:
     return _report(a, b, range(1, last + 1), wrong, both)
 
 
-def _one(run: Past, processes: bool) -> int:
+def _one(run: RecordedRun, processes: bool) -> int:
     """Compare a run with its re-enactment, from one checkpoint to the next."""
     starts = sorted(run.starts)
     if not starts or starts[0] >= run.last:
@@ -116,7 +116,7 @@ def _one(run: Past, processes: bool) -> int:
     return 0
 
 
-def _setups(a: Past, b: Past) -> list[str]:
+def _setups(a: RecordedRun, b: RecordedRun) -> list[str]:
     """Return a line for each difference of the two runs' configurations, data and machines."""
     ours, theirs = (run.state_hashes.groups[0] for run in (a, b))
     found = [
@@ -135,7 +135,9 @@ def _setups(a: Past, b: Past) -> list[str]:
     return [f"setup    {key}: {x!r} and {y!r}" for key, x, y in found if x != y]
 
 
-def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[int]) -> int:
+def _report(
+    a: RecordedRun, b: RecordedRun, steps: range, wrong: list[Difference], both: list[int]
+) -> int:
     """Print where two runs differ first; return the exit code."""
     apart: list[str] = []
     for step in both:
@@ -168,7 +170,7 @@ def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[
     return 1
 
 
-def _rank(a: Past, b: Past, at: list[Difference]) -> str:
+def _rank(a: RecordedRun, b: RecordedRun, at: list[Difference]) -> str:
     """Name the rank of the first difference."""
     step = at[0].step
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class TuneSubject:
+class TunedModel:
     """Hands the model and the data of a run to those who train."""
 
     main: Callable[[Run], Any] | None  # of a script, called anew for each block, up to its `fit`

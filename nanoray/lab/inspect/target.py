@@ -53,7 +53,7 @@ NO_EFFECT = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class InspectTarget:
     """A model with all that is known of it. `example` is one micro batch: its shapes count, and of
     a script its values.
 
@@ -91,9 +91,9 @@ class Subject:
         )
 
 
-def find_subject(
+def find_target(
     target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False
-) -> Subject:
+) -> InspectTarget:
     """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
 
     `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that
@@ -138,7 +138,7 @@ def _refuse_ignored(flags: list[str]) -> None:
             )
 
 
-def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
+def _of_run(path: Path, config: Config, world_size: int | None) -> InspectTarget:
     """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's
     configuration.
     """
@@ -182,7 +182,9 @@ def _dataset_of_run(path: Path) -> DatasetInfo | None:
     return None
 
 
-def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int | None) -> Subject:
+def _described(
+    title: str, config: Config, dataset: DatasetInfo, world_size: int | None
+) -> InspectTarget:
     """Return a model of nanoray's own, on the meta device."""
     wanted, features = config.precision, cpu_features()
     why = "asked for"
@@ -196,12 +198,12 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
     ranks = world_size or _workers_of(config)
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
-    # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
+    # The model is whole, whatever the layout; `InspectTarget.at` cuts it for one rank.
     uncut = dict.fromkeys(DIVISIONS, 1)
     whole = config.model_copy(update={**uncut, "sequence_parallel": False})
     model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords())
     example = example_of(config, batch.micro)
-    return Subject(title, config, why, dataset, layout, batch, model, shape, example)
+    return InspectTarget(title, config, why, dataset, layout, batch, model, shape, example)
 
 
 def _workers_of(config: Config) -> int:
@@ -223,13 +225,15 @@ def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.clone()
 
 
-def _of_script(path: Path, flags: list[str], world_size: int | None, function: str) -> Subject:
+def _of_script(
+    path: Path, flags: list[str], world_size: int | None, function: str
+) -> InspectTarget:
     """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro
     batch.
     """
     loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
     config = loaded.config
-    found: list[Subject] = []
+    found: list[InspectTarget] = []
     if config.model != "own":
         raise ConfigError(
             f"model = {config.model} would be ignored: {path} brings its own; drop --model"
@@ -239,14 +243,14 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
         config = config.model_copy(update={"micro_batch_size": 0})
     ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
 
-    def take_subject(task: ScriptTask) -> None:
+    def take_target(task: ScriptTask) -> None:
         decided, batch, example = task.example()
         precision = "fp32" if decided.precision == "auto" else decided.precision
         decided = decided.model_copy(update={"precision": precision})
         layout, model = Layout.of(decided, ranks), task.model()
         optimizer = task.optimizer(model, None)
         found.append(
-            Subject(
+            InspectTarget(
                 path.name,
                 decided,
                 "of the script",
@@ -269,7 +273,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
                 f"{path} has no function {function}, which nanoray.launch would call; name it with "
                 "--function"
             )
-        call_until_fit(main, config, loaded.given, ranks, take_subject)
+        call_until_fit(main, config, loaded.given, ranks, take_target)
     return found[0]
 
 

@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 @dataclass
-class Past:
+class RecordedRun:
     """The files of a run that describe its steps."""
 
     folder: Path
@@ -98,7 +98,7 @@ class Past:
         return next(group for group in reversed(self.state_hashes.groups) if group["group"] < step)
 
 
-def read_past(folder: Path) -> Past:
+def read_recorded(folder: Path) -> RecordedRun:
     """Read a run's folder. Raises ConfigError when it has no hashes."""
     state_hashes = read(folder)
     if not state_hashes.groups:
@@ -112,7 +112,7 @@ def read_past(folder: Path) -> Past:
         if "step" in record
     }
     checkpoints = {step: path for path, step in steps_in(folder / "checkpoints", []).items()}
-    return Past(
+    return RecordedRun(
         folder.resolve(),
         RunSpec.from_dict(read_mapping(folder / "run.json")),
         state_hashes,
@@ -121,7 +121,7 @@ def read_past(folder: Path) -> Past:
     )
 
 
-def differences(ours: Past, theirs: Past, steps: range) -> Iterator[Difference]:
+def differences(ours: RecordedRun, theirs: RecordedRun, steps: range) -> Iterator[Difference]:
     """Yield the differences of two runs, step by step, causes first."""
     for step in steps:
         # Values that both runs have recorded.
@@ -170,7 +170,7 @@ def matters(d: Difference, unsure: bool, exact_loss: bool) -> bool:
     return abs(d.ours - d.theirs) > limit * abs(d.theirs)
 
 
-def compared(ours: Past, theirs: Past, step: int) -> tuple[int, int]:
+def compared(ours: RecordedRun, theirs: RecordedRun, step: int) -> tuple[int, int]:
     """Return the number of values and of tensor hashes that both runs have of a step."""
     values = ours.values(step).keys() & theirs.values(step).keys()
     hashes = ours.tensors(step).keys() & theirs.tensors(step).keys()
