@@ -103,7 +103,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     import torch
 
     from nanoray.machine.host import keep_freed_memory
-    from nanoray.observe.trace.log import idle_fraction
+    from nanoray.observe.trace.comm_log import idle_fraction
     from nanoray.observe.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":

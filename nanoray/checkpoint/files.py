@@ -51,7 +51,7 @@ from nanoray.checkpoint.tensorfile import (
     write_file,
 )
 from nanoray.errors import CheckpointError
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.parallel.pieces import Piece
 
 # Formats

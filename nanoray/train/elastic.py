@@ -37,7 +37,7 @@ from nanoray.errors import (
 )
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.faults.progress import ProgressFile
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.parallel import cp
 from nanoray.parallel.mesh import Mesh, abandon_groups
 from nanoray.parallel.rendezvous import Order, Rendezvous

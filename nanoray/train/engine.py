@@ -25,7 +25,7 @@ from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.seeding import generators_kept
 from nanoray.data.tokens import MicroBatches
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.models.precision import LossScaler
 from nanoray.models.workload import Workload
 from nanoray.observe.watch.instruments import Instruments

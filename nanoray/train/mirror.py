@@ -27,7 +27,7 @@ from nanoray.checkpoint.state.optimizers import elements_of, put_element
 from nanoray.checkpoint.state.rank_state import Holding, Share, Update
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.errors import StateLost
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.models.precision import step_unless
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.norm import clip_to

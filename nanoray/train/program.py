@@ -1,4 +1,4 @@
-"""What a command trains in the place of rank.train: a script's function, which own/ makes a Program.
+"""What a command trains in the place of rank.train: a script's function, which script/ makes a Program.
 
     train_here(loaded, started)           ─► rank.train
     train_here(loaded, started, program)  ─► program ─► the script ─► ... ─► rank.train

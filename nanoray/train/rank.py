@@ -23,8 +23,8 @@ from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.inject import Injector
+from nanoray.machine.fault_points import reached
 from nanoray.machine.host import keep_freed_memory
-from nanoray.machine.points import reached
 from nanoray.observe.track.observer import Observer
 from nanoray.parallel.mesh import Mesh, join, refuse_meeting
 from nanoray.parallel.rendezvous import Order, Rendezvous

@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 
 from nanoray.faults.inject import parse_plan
-from nanoray.machine.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
+from nanoray.machine.fault_points import (
+    DRIVER_POINTS,
+    EXCHANGES,
+    MEETING,
+    POINTS,
+    RANK_POINTS,
+    SAVING,
+)
 from tests.harness.cluster import (
     Cluster,
     assert_same_run,

@@ -28,7 +28,7 @@ OPTIONS = [
     "parallel/fsdp.py",
     "parallel/running_statistics.py",
     "parallel/tp.py",
-    "observe/trace/log.py",
+    "observe/trace/comm_log.py",
     "observe/trace/recorder.py",
     "train/evaluate.py",
     "train/guard/audit.py",

@@ -24,7 +24,7 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.faults.inject import DRIVER, Fault, InjectedFault, Injector, append_event, parse_plan
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.machine.atomic import read_json_lines
-from nanoray.machine.points import reached, watch
+from nanoray.machine.fault_points import reached, watch
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.train.guard import state_hashes
 
@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
         ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
         ("kill@rank=0,step=1,color=red", "there is no key color"),
-        ("nan@rank=0,step=1,phase=meet", "nan of 0 cannot fire at meet; see points.py"),
+        ("nan@rank=0,step=1,phase=meet", "nan of 0 cannot fire at meet; see fault_points.py"),
         ("kill@rank=0,step=1,phase=orders", "kill of 0 cannot fire at orders"),
         ("kill@rank=driver,step=1,phase=forward", "kill of driver cannot fire at forward"),
         ("nan@rank=0,step=1,times=0", "times is at least 1"),

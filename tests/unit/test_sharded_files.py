@@ -25,7 +25,7 @@ from nanoray.checkpoint.resume import newest_valid
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli.checkpoint import main
 from nanoray.errors import CheckpointError
-from nanoray.machine.points import SAVING, watch
+from nanoray.machine.fault_points import SAVING, watch
 from nanoray.parallel.pieces import Piece
 from tests.harness.commands import forkserver, killed_saves
 

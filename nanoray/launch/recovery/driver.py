@@ -52,8 +52,8 @@ from nanoray.launch.recovery.watcher import Watcher
 from nanoray.launch.recovery.worker import DRIVER_SILENT_S
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop, StopRequested
+from nanoray.machine.fault_points import reached
 from nanoray.machine.output import say
-from nanoray.machine.points import reached
 from nanoray.observe.watch.observers import Console
 
 

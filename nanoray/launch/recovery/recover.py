@@ -30,8 +30,8 @@ from nanoray.launch.recovery.shares import no_replica, smaller
 from nanoray.launch.recovery.situation import NextGroup, Why
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
+from nanoray.machine.fault_points import reached
 from nanoray.machine.output import say
-from nanoray.machine.points import reached
 
 # From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
 SAVE_S = 90.0
