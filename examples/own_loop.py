@@ -31,7 +31,7 @@ def main(run: nanoray.Run) -> None:
     saved = run.folder / "state.pt"
     first = 1
     if saved.exists():
-        state = torch.load(saved)
+        state = torch.load(saved, weights_only=True)
         first = state["step"] + 1
         model.load_state_dict(state["model"])
 

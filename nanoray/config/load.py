@@ -59,7 +59,7 @@ def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:
 def refuse_unknown_key(
     name: str,
     known: Collection[str] = Config.model_fields,
-    page: str = "python -m nanoray.train --help all",
+    page: str = "nanoray train --help all",
 ) -> None:
     """Raise ConfigError for an unknown key, or an unknown flag if the name begins with dashes.
 

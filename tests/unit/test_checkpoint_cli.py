@@ -78,7 +78,7 @@ def test_export_is_one_file_that_makes_the_model_again(
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["list", "absent"], "no checkpoint in absent; give a run folder"),
+        (["list", "absent"], "no run in absent; give the folder of a run"),
         (["burn"], "unknown command burn; one of list, verify, export"),
         (
             ["verify", "step_00000001"],

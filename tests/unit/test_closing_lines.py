@@ -43,7 +43,7 @@ def test_a_result_says_what_was_replaced_and_what_began_again(trained: RunSpec) 
     assert line == "finished 4 steps in 0:01 (0:26 with start) · no loss · 3 restarts"
     for recovery, replaced in (("in_place", 2), ("restart", 0), ("shrink", 0)):
         failure = Failure(1, "killed", "rank 1 died")
-        report = FaultReport.of(failure, [], attempt=0, world_size=2)
+        report = FaultReport(failure, [], attempt=0, world_size=2)
         replace(report, recovery=recovery, replaced=replaced).write(trained.folder)
     (line, _) = closing_lines(trained, summary, start, quiet=True)
     assert line.endswith("no loss · 2 ranks replaced · 1 restart")

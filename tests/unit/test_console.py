@@ -57,7 +57,8 @@ def test_elsewhere_the_lines_are_as_ever_and_quiet_leaves_them_out(recipe: Path)
     quiet = run(*train, "--name", "quiet", "--quiet", env=environment())
     assert (quiet.returncode, quiet.stderr) == (0, "")
     assert re.fullmatch(
-        r"finished 24 steps in 0:\d\d · val loss .*\nfiles  .*quiet\n", quiet.stdout
+        r"finished 24 steps in 0:\d\d \(0:\d\d with start\) · val loss .*\nfiles  .*quiet\n",
+        quiet.stdout,
     )
 
 

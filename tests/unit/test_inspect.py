@@ -373,7 +373,7 @@ def test_a_batch_of_the_data_that_is_here(
     ("argv", "said"),
     [
         (["tinny"], "tinny is no folder of a run, no file and no preset; did you mean tiny?"),
-        (["."], "is no run and no checkpoint of one (no config.json)"),
+        (["."], "no run in .; give the folder of a run"),
         (["tiny", "--world_size=0"], "world_size = 0 is not a whole number above 0"),
         (["tiny", "--tp=3"], "tp = 3 must divide"),
         (["tiny", "--n_embt=3"], "unknown flag --n_embt; did you mean --n_embd?"),

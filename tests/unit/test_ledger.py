@@ -239,6 +239,7 @@ def test_without_a_ledger_the_remedy_is_named(
     with pytest.raises(ConfigError, match="has no ledger; give the folder of a run"):
         accounts_of(tmp_path)
     (tmp_path / "logs").mkdir()
+    (tmp_path / "run.json").write_text("{}")
     # Its process died while it opened the file
     (tmp_path / "logs" / "rank0.1-0-9.ledger").write_bytes(bytes(8))
     assert accounts.main([str(tmp_path)]) == 2

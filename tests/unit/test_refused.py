@@ -91,10 +91,6 @@ def samples(count: int = 16) -> Any:
     return torch.utils.data.TensorDataset(torch.ones(count, 3), torch.ones(count, 1))
 
 
-def untrained(run: nanoray.Run) -> None:
-    pass
-
-
 def few_samples(run: nanoray.Run) -> None:
     engine(run, nn.Linear(3, 1)).fit(samples(0))
 
@@ -119,7 +115,7 @@ def runs_after(tmp_path: Path, main: Callable[[Any], None], **settings: Any) -> 
     return list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("main", [untrained, few_samples, refused_in_the_warm_up])
+@pytest.mark.parametrize("main", [few_samples, refused_in_the_warm_up])
 def test_a_script_that_is_refused_leaves_no_folder(
     tmp_path: Path, main: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

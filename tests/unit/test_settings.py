@@ -186,7 +186,7 @@ def test_no_value_of_a_variable_is_printed(
 ) -> None:
     """They may be keys and passwords: their names are enough."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    argv = flags_of(text, tmp_path, "--workers", "1", "--env", f"TOKEN={SECRET}")
+    argv = flags_of(text, tmp_path, "--workers", "1", "--env", f"TOKEN={SECRET}", "--verbose")
     if command is not check:
         argv.append("--dry_run")
     assert command(argv) == 0

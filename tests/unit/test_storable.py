@@ -173,6 +173,7 @@ def test_a_safetensors_file_is_refused_for_values_and_a_torch_file_holds_them(
     tensors, values = split(model.state_dict())
     meta = {"step": 1, "model_shape": {}, "entries": values}
     save(tmp_path, StateDict(tensors, {}, meta=meta), keep=1)
+    (tmp_path / "run.json").write_text("{}")
     assert checkpoint(["export", str(tmp_path), "--out", str(tmp_path / "m.safetensors")]) == 2
     assert (
         "0._extra_state is no tensor, and a safetensors file holds tensors only; give --out"

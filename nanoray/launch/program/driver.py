@@ -458,8 +458,8 @@ class ProgramDriver:
     def _lost(self, error: RayError) -> Failure:
         """Describe how a rank's actor has ended, which takes its program along."""
         actor = getattr(error, "actor_id", None)
-        ranks = [rank for rank, own in enumerate(self.actors) if own._actor_id.hex() == actor]
-        rank = ranks[0] if len(self.facts) == len(self.actors) and ranks else -1
+        ranks = [rank for rank, facts in enumerate(self.facts) if facts["actor"] == actor]
+        rank = ranks[0] if ranks else -1
         cause, how = "out_of_memory", "ended by Ray's memory monitor: its node was almost full"
         if not isinstance(error, OutOfMemoryError):
             lines = [line.strip() for line in str(error).splitlines()]

@@ -79,6 +79,7 @@ class ProgramRank:
         # Of the node's own name gloo would take the loopback, where no other host connects.
         given = "GLOO_SOCKET_IFNAME" in os.environ
         return {
+            "actor": ray.get_runtime_context().get_actor_id(),
             "node": ray.get_runtime_context().get_node_id(),
             "ip": ip,
             "interface": "" if given else interface_for_gloo([ip, ""], 0),
