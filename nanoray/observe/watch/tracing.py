@@ -1,6 +1,6 @@
 """The instrument that traces collectives: which steps, through which wrapper, at which cost.
 
-observe/trace/recorder.py notes the collectives of this rank, and observe/trace/comm_log.py merges the notes of all ranks.
+observe/trace/recorder.py notes the collectives of this rank, and comm_log.py beside it merges the notes of all ranks.
 A traced step runs through the plan's second wrapper, and now and then one backward without
 communication is timed.
 """
