@@ -94,8 +94,8 @@ class Opening:
         else:
             from nanoray.cli.forecast.dry_run import dry_run_lines
 
-            batch = resolve_batch(config, Layout.of(config, ranks).dp)
-            print("\n".join(dry_run_lines(config, planned.notes, batch, dataset, where)))
+            layout = Layout.of(config, ranks)
+            print("\n".join(dry_run_lines(config, planned.notes, layout, dataset, where)))
         print("\n".join(last_lines(decided)))
 
     def read(self) -> None:

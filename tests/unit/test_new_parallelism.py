@@ -125,7 +125,7 @@ import nanoray.parallel.plan
 from nanoray.bench.strategies import _fits
 from nanoray.lab.check import OF_THE_RUN
 from nanoray.cli import Loaded, Scale, parse_args
-from nanoray.config import make_config, resolve_batch
+from nanoray.config import make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.cli.forecast.dry_run import dry_run_lines
@@ -159,7 +159,7 @@ print(json.dumps({
     "place": layout.coords(7)._asdict(),
     "divisions": DIVISIONS,
     "axes": layout.axes,
-    "dry_run": dry_run_lines(config, [], resolve_batch(config, layout.dp), data, ""),
+    "dry_run": dry_run_lines(config, [], layout, data, ""),
     "forecast": forecast_at(loaded, Scale(8, "nvlink-400g", None)),
     "candidates": [str(one) for one in candidates(sharded, 8, 2)],
     "refused_by_search": refusal(sharded, Layout(dp=4, xp=2, replicas=2)),

@@ -120,7 +120,7 @@ def _memory(target: InspectTarget) -> str | None:
     if not isinstance(shape, ModelShape | ResNetShape):
         return None
     device = assume_device(config)
-    stage, parts = largest_rank(config, shape, batch, device)
+    stage, parts = largest_rank(config, shape, target.layout, batch, device)
     line = memory_line(config, batch, device.precision, parts, stage)
     # The caller writes the label itself.
     return line.removeprefix("memory").lstrip()
