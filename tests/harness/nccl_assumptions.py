@@ -533,7 +533,7 @@ def _be_rank(
 
 
 def table() -> str:
-    """Return the list as a table of docs/gpu.md."""
+    """Return the list as a table in Markdown."""
     lines = ["| | what is assumed | source |", "| --- | --- | --- |"]
     lines += [f"| {each.id} | {each.statement} | {each.source} |" for each in ASSUMPTIONS]
     return "\n".join(lines)

@@ -44,7 +44,7 @@ def test_each_training_command_plans_a_run(
     monkeypatch.chdir(tmp_path)
     data = [f"--dataset={text}", f"--data_dir={tmp_path}/data", "--device=cpu"]
     for line in TRAINS:
-        flags = shlex.split(line)[3:]
+        flags = shlex.split(line)[2:]
         assert train([*flags, *data, "--dry_run"]) == 0, line
         assert "tok/step" in capsys.readouterr().out, line
 
@@ -58,7 +58,7 @@ def test_each_training_command_trains(text: Path, tmp_path: Path) -> None:
     """Each with the flags of its line, on a model that is small enough."""
     small = ["--preset=tiny", f"--dataset={text}", f"--data_dir={tmp_path}/data", "--device=cpu"]
     for line in TRAINS:
-        flags = shlex.split(line)[3:]
+        flags = shlex.split(line)[2:]
         if "--preset" in flags:
             continue
         steps = [] if "--max_steps" in flags and "4" in flags else ["--max_steps=9"]

@@ -136,7 +136,7 @@ def test_no_run_is_refused_with_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "is not the folder of a run (no run.json)" in capsys.readouterr().err
+    assert f"no run in {tmp_path}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["one", "two"])

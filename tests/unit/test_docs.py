@@ -80,22 +80,14 @@ def test_a_command_of_a_page_has_what_it_names(command: str) -> None:
     check_command(command)
 
 
-# Names commands that are gone, and what a user does instead
-OF_THE_PAST = DOCS / "decisions" / "essentials.md"
-
-
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page != OF_THE_PAST],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_command_in_a_sentence_has_flags_that_exist(page: Path) -> None:
     for command in dict.fromkeys(mentions(text_of(page))):
         check_command(command, complete=False)
 
 
 # Stand for any name
-PLACEHOLDERS = {"parallel/xp.py", "forecast/parallelisms/xp.py"}
+PLACEHOLDERS = {"parallel/xp.py", "cli/forecast/parallelisms/xp.py"}
 
 
 def unknown_files(text: str, tracked: list[str]) -> list[str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.cluster import test_nccl_rehearsal as on_ray
 from tests.gpu import test_nccl_assumptions as on_gpu
-from tests.harness.nccl_assumptions import ASSUMPTIONS, table
+from tests.harness.nccl_assumptions import ASSUMPTIONS
 from tests.ranks import test_nccl_rehearsal as on_ranks
 from tests.ranks import test_nccl_stand_in as on_stand_in
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 IDS = [each.id for each in ASSUMPTIONS]
 
 
@@ -38,7 +36,3 @@ def test_each_assumption_is_needed_and_each_rehearsal_names_its_own() -> None:
     needed = needed_by(on_ranks) | {f"Ray: {k}": v for k, v in needed_by(on_ray).items()}
     assert not [name for name, ids in needed.items() if not ids]
     assert set().union(*needed.values()) == set(IDS)
-
-
-def test_the_documents_print_the_list() -> None:
-    assert table() in (DOCS / "gpu.md").read_text(encoding="utf-8")

@@ -62,6 +62,7 @@ TRACEBACK = re.compile(
 MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
 # Where the thread that got the signal is, of the stacks that faulthandler writes
 CURRENT = re.compile(rb'Current thread .*\n  File "([^"]+)", line (\d+) in (\S+)')
+STACKS_S = 5.0  # for the ranks of a busy machine to write them
 LINES_SHOWN = 15  # of the failed rank's output
 
 
@@ -474,15 +475,18 @@ class ProgramDriver:
         rank, why = explain_wait(ray.get([actor.counts.remote() for actor in self.actors]))
         for actor in self.actors:
             actor.show_stacks.remote()
-        time.sleep(1.0)
-        places = []
-        for of, answer in enumerate(self._poll()):
-            found = CURRENT.search(answer["output"])
-            if found:
-                file, line, name = (part.decode(errors="replace") for part in found.groups())
-                places.append(f"rank {of} in {name} ({Path(file).name}:{line})")
+        places: dict[int, str] = {}  # of each rank
+        deadline = time.monotonic() + STACKS_S
+        while len(places) < len(self.actors) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self._poll()
+            for of, found in enumerate(map(CURRENT.search, self._texts)):
+                if found:
+                    file, line, name = (part.decode(errors="replace") for part in found.groups())
+                    places[of] = f"rank {of} in {name} ({Path(file).name}:{line})"
         self._end()
-        where = "; ".join([why, *places] if why else places) or "the stacks are in their logs"
+        parts = [*([why] if why else []), *(places[of] for of in sorted(places))]
+        where = "; ".join(parts) or "the stacks are in their logs"
         title = f"no rank made progress for {idle_s:.0f} s, and all were ended: {where}"
         # Of ranks whose collectives were not noted it is not known for whom the others waited.
         rank = rank if why else -1

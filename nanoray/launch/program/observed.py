@@ -76,7 +76,7 @@ class RunObserver:
         self._folder = folder
         self._traced = traced
         self._begun = time.monotonic()
-        self._looked = 0.0
+        self._looked = 0.0  # monotonic seconds
         self._actors: list[Any] = []
         self._offsets: list[int] = []  # what has been read of each rank's notes
         self._clocks: list[ClockOffset] = []
@@ -106,7 +106,9 @@ class RunObserver:
         self._actors = list(actors)
         self._offsets = [0] * len(actors)
         self._attempt = attempt
-        self._looked = time.monotonic()
+        self._looked = (
+            0.0  # the first look comes at once: a short program may end before the next one
+        )
         clocks = self._compare_clocks(nodes) if self._traced and len(set(nodes)) > 1 else None
         self._submit(self._begin, len(actors), clocks)
 
