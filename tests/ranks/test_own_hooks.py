@@ -19,17 +19,17 @@ from nanoray.checkpoint.resume import newest_valid
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from nanoray.script.settings import DEFAULTS
-from tests.harness import own_runs
+from tests.harness import script_runs
 from tests.harness.lasting_ranks import LastingRanks
 
 STEPS = 6
 MICRO = 3
-SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 3, "micro_batch_size": MICRO}
+SETTINGS = script_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 3, "micro_batch_size": MICRO}
 
 CALLS: Counter[str] = Counter()  # in a rank's process
 
@@ -47,7 +47,7 @@ def points(count: int, seed: int) -> TensorDataset:
 
 def open_own(folder: Path, **settings: Any) -> RunSpec:
     values = DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings
-    return open_run(make_config(values), own_data(), time.time())
+    return open_run(make_config(values), script_data(), time.time())
 
 
 def trained(ranks: LastingRanks, main: Any, folder: Path, **settings: Any) -> RunSpec:

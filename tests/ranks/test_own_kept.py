@@ -23,20 +23,20 @@ from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli.checkpoint import main as checkpoint
 from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.machine.tensor_memory import bytes_of
 from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from nanoray.script.settings import DEFAULTS
-from tests.harness import own_runs
+from tests.harness import script_runs
 from tests.harness.elastic import run_elastic
 from tests.harness.keepers import KEEPERS
 from tests.harness.lasting_ranks import LastingRanks
 
 STEPS = 6
-SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 2, "hash_every": 1}
+SETTINGS = script_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 2, "hash_every": 1}
 MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 
 
@@ -72,7 +72,7 @@ def plain(kind: str) -> nn.Module:
 
 def a_spec(folder: Path, **settings: Any) -> RunSpec:
     config = make_config(DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings)
-    return open_run(config, own_data(), time.time())
+    return open_run(config, script_data(), time.time())
 
 
 def trained(ranks: LastingRanks, folder: Path, kind: str, **settings: Any) -> RunSpec:

@@ -20,7 +20,7 @@ from nanoray.lab.replay import bisect
 from nanoray.lab.replay.__main__ import main as replay
 from nanoray.lab.replay.again import reenact
 from nanoray.lab.replay.player import InTurn
-from nanoray.lab.replay.recorded import read_past, tensors_apart
+from nanoray.lab.replay.recorded import read_recorded, tensors_apart
 from nanoray.train.guard.replicas import hash_tensors
 from nanoray.train.guard.state_hashes import read
 from tests.harness.ranks import make_spec, run_ranks
@@ -262,7 +262,7 @@ def test_a_flipped_bit_is_found_between_two_runs(
     """The clean one is a re-enactment, which is a run as well; both end alike, as the majority
     healed the rank.
     """
-    reenact(read_past(flipped.folder), 0, 8, tmp_path)
+    reenact(read_recorded(flipped.folder), 0, 8, tmp_path)
     clean = tmp_path / "from_0"
     out = said(capsys, bisect.main([str(clean), str(flipped.folder)]), 1)
     assert "setup    ranks: 1 and 3" in out

@@ -23,7 +23,7 @@ import nanoray
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.machine.metrics import METRICS
 from nanoray.observe.track.tracker import Results, Tracker
 from nanoray.observe.track.tracking import Tracking
@@ -31,7 +31,7 @@ from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from nanoray.script.settings import DEFAULTS
-from tests.harness import own_runs
+from tests.harness import script_runs
 from tests.harness.packages import needs
 from tests.harness.ranks import make_spec, records, run_ranks
 from tests.harness.wandb_file import read_offline
@@ -88,8 +88,8 @@ def tracked(run: Run) -> None:
 
 
 def open_own(folder: Path, **settings: Any) -> RunSpec:
-    values = DEFAULTS | own_runs.SETTINGS | {"eval_every": 4, "out_dir": str(folder)} | settings
-    return open_run(make_config(values), own_data(), time.time())
+    values = DEFAULTS | script_runs.SETTINGS | {"eval_every": 4, "out_dir": str(folder)} | settings
+    return open_run(make_config(values), script_data(), time.time())
 
 
 def only_run(folder: Path) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanoray.checkpoint.files import load, open_checkpoint, save
 from nanoray.lab.inspect.__main__ import main
 from nanoray.lab.inspect.one_batch import measure
-from nanoray.lab.inspect.target import Subject, find_subject
+from nanoray.lab.inspect.target import InspectTarget, find_target
 from nanoray.lab.inspect.tree import dump
 from nanoray.models.build import build_model
 from nanoray.models.precision import autocast
@@ -31,8 +31,8 @@ RESNET = [
 ]
 
 
-def subject_of(*flags: str, target: str = "tiny", ranks: int | None = None) -> Subject:
-    return find_subject(target, [*flags], ranks, "main")
+def subject_of(*flags: str, target: str = "tiny", ranks: int | None = None) -> InspectTarget:
+    return find_target(target, [*flags], ranks, "main")
 
 
 def modules(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -90,7 +90,7 @@ def test_owners_by_axis() -> None:
 # One batch.
 
 
-def batch_of(subject: Subject) -> tuple[Tensor, Tensor]:
+def batch_of(subject: InspectTarget) -> tuple[Tensor, Tensor]:
     """Return random inputs and targets in the shapes of the subject's micro batch."""
     source = torch.Generator().manual_seed(1)
     x, _ = subject.example
@@ -101,7 +101,7 @@ def batch_of(subject: Subject) -> tuple[Tensor, Tensor]:
     return tokens, torch.randint(65, x.shape, generator=source)
 
 
-def new_model(subject: Subject) -> nn.Module:
+def new_model(subject: InspectTarget) -> nn.Module:
     torch.manual_seed(1)
     return build_model(subject.config, subject.dataset.vocab_size)
 

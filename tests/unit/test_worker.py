@@ -24,7 +24,7 @@ from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateD
 from nanoray.faults import exit_record
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.recovery.pickled_script import PackedScript
+from nanoray.launch.recovery.pickled_script import PickledScript
 from nanoray.launch.recovery.worker import LostPeer, Worker
 from nanoray.parallel.mesh import _MEETINGS
 from nanoray.parallel.rendezvous import Order, Rendezvous
@@ -52,7 +52,7 @@ def worker(
     train: Train | None = None,
     rank: int | None = 1,
     gpus: tuple[str, ...] = (),
-    script: PackedScript | None = None,
+    script: PickledScript | None = None,
 ) -> Worker:
     context = SimpleNamespace(get_node_id=lambda: "node1", get_actor_id=lambda: "actor1")
     api = SimpleNamespace(
@@ -72,7 +72,7 @@ def test_what_a_script_needs_is_imported_before_its_task_comes(
     """Also by a rank that replaces a lost one: the others wait for it."""
     (tmp_path / "module_of_a_program.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    waiting = worker(script=PackedScript("main", "module_of_a_program", b""))
+    waiting = worker(script=PickledScript("main", "module_of_a_program", b""))
     waiting._importing.join(60)
     assert sys.modules.pop("module_of_a_program", None)
 
