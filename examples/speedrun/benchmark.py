@@ -24,7 +24,10 @@ from typing import Any
 from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
-from nanoray.bench.harness.plan import (
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
+from nanoray.bench.harness.trainings import (
     add_data_flags,
     add_settings_flag,
     chosen,
@@ -32,9 +35,6 @@ from nanoray.bench.harness.plan import (
     rotated,
     settings_of,
 )
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Measurement, Report, say
-from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.bench.registry import Entry
 from nanoray.bench.to_loss import RunToLoss, children_cpu_s, run_to_loss

@@ -25,10 +25,10 @@ from nanoray.bench.collectives import (
 )
 from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
-from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, number, say
 from nanoray.bench.harness.table import TEXT, Table, TableColumn, names
+from nanoray.bench.harness.trainings import rotated
 from nanoray.machine.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:

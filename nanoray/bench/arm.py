@@ -230,7 +230,7 @@ class Arm:
         With a pipeline that includes waiting for another stage, and what the first stage sends: no
         collectives.
         """
-        from nanoray.observe.trace.log import IDLE
+        from nanoray.observe.trace.comm_log import IDLE
         from nanoray.observe.trace.recorder import Collective, account, wait_for
 
         self.plan.trace(True)

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, measured, whiskers
-from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import (
@@ -44,6 +43,7 @@ from nanoray.bench.harness.table import (
     names,
     remarks_on,
 )
+from nanoray.bench.harness.trainings import rotated
 from nanoray.config import Config, load_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
@@ -558,7 +558,7 @@ def _flat(model: Record, optimizer: Record) -> Record:
 def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> SavingArm:
     """Return the arm that saves as the training loop does."""
     from nanoray.checkpoint.files import load
-    from nanoray.checkpoint.run import RunSpec, write_attempt
+    from nanoray.checkpoint.run_folder import RunSpec, write_attempt
     from nanoray.checkpoint.writer import CheckpointWriter
 
     spec = RunSpec(

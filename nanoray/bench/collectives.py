@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
-from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, markdown, number, say
+from nanoray.bench.harness.trainings import chosen
 from nanoray.errors import ConfigError
 from nanoray.machine.host import available_memory_bytes
 from nanoray.machine.metrics import algbw_gbps, busbw_factor

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.processes import answers_only
 from nanoray.bench.harness.report import Emit, Record
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import DataError

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import MODELS, Arm, alone_on
-from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.report import Emit, Record, Report, say
+from nanoray.bench.harness.trainings import rotated
 from nanoray.config import Config
 from nanoray.machine.host import forget_peak_memory, resident_bytes
 
@@ -103,7 +103,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     import torch
 
     from nanoray.machine.host import keep_freed_memory
-    from nanoray.observe.trace.log import share_idle
+    from nanoray.observe.trace.comm_log import idle_fraction
     from nanoray.observe.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":
@@ -158,7 +158,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
                 both = worst([event["busy_ms"], event["exposed_ms"]])
                 event["busy_ms"], event["exposed_ms"] = both
             if WAITING in measures:
-                wait = torch.tensor(100 * share_idle(phases), device=mesh.device)
+                wait = torch.tensor(100 * idle_fraction(phases), device=mesh.device)
                 event["wait"] = mesh.all_reduce_mean(wait).item()
                 event["theory"] = 100 * arm.plan.flow.bubble
             if BITS in measures:
@@ -224,7 +224,7 @@ def memory_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
 def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict[str, int], int]]:
     """Train, and yield what is held at the end of each step and the peak until then. (all ranks)"""
-    from nanoray.bench.held import held_by_mirror, held_bytes
+    from nanoray.bench.held_memory import held_by_mirror, held_bytes
 
     for _ in range(count):
         arm.step()

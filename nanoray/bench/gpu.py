@@ -40,14 +40,14 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, measured
-from nanoray.bench.harness.plan import (
+from nanoray.bench.harness.processes import ChildFailed, scratch_folder
+from nanoray.bench.harness.report import Record, Report, say
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
+from nanoray.bench.harness.trainings import (
     chosen,
     data_flags,
     settings_of,
 )
-from nanoray.bench.harness.processes import ChildFailed, scratch_folder
-from nanoray.bench.harness.report import Record, Report, say
-from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
     LADDER_TIMEOUT,
     LOSS,

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Number
 from nanoray.bench.harness.figure import Panel, bars
-from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
 from nanoray.bench.harness.report import Measurement, Record, Report, say
-from nanoray.cli.folder import open_run
+from nanoray.bench.harness.trainings import add_data_flags, add_settings_flag, data_flags, rotated
+from nanoray.cli.open_folder import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
@@ -127,7 +127,7 @@ class Ladder:
         It is wrong where it is not the base's, but for the rungs `not_same`, of another model or
         batch. With dropout nothing is compared: other kernels draw other masks.
         """
-        from nanoray.train.arm import same_loss
+        from nanoray.train.loop_arm import same_loss
 
         of_base = self.losses(base)
         for rung, config in self.configs.items():

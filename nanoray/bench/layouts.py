@@ -4,7 +4,7 @@
     compute    forward, backward, update at 2 ranks, whole and cut for tp 2   -> seconds; what tp does not divide
     predict    nanoray.cli.forecast.predict with these, and real steps, at 2, 4 and 8 ranks, all in each round
 
-How each is measured stands in parts.py. More ranks than cores share them fairly, as in
+How each is measured stands in step_parts.py. More ranks than cores share them fairly, as in
 `bench scaling`, whose other assumptions hold, too. Run it on an idle machine.
 """
 
@@ -19,11 +19,10 @@ from functools import partial
 from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
-from nanoray.bench.parts import COLLECTIVES, COMPUTE, PARTS, fastest_turns, one_micro_batch
+from nanoray.bench.harness.trainings import numbers_of, rotated
 from nanoray.bench.simulate import (
     MEASURED,
     PREDICTED,
@@ -34,6 +33,7 @@ from nanoray.bench.simulate import (
     percent_of_error,
     shape_of,
 )
+from nanoray.bench.step_parts import COLLECTIVES, COMPUTE, PARTS, fastest_turns, one_micro_batch
 from nanoray.cli.forecast.fit import Fit, fit
 from nanoray.cli.forecast.links import LANES, Cost
 from nanoray.config import Config, load_config

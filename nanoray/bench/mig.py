@@ -25,10 +25,10 @@ from nanoray.bench.engine import BITS, STEP, each, order_of
 from nanoray.bench.engine import TIME_ENTRY as ENTRY
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
 from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.harness.trainings import SEE_FAILED
 from nanoray.cli.mig import CARDS, peak_text, peaks, plan
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError

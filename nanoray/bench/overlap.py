@@ -24,7 +24,6 @@ from nanoray.bench.engine import (
 )
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.plan import numbers_of
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Measurement, Record, Report
 from nanoray.bench.harness.table import (
@@ -35,6 +34,7 @@ from nanoray.bench.harness.table import (
     names,
     remarks_on,
 )
+from nanoray.bench.harness.trainings import numbers_of
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 

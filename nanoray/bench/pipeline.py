@@ -24,10 +24,10 @@ from nanoray.bench.engine import (
 )
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.plan import numbers_of
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Record, Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
+from nanoray.bench.harness.trainings import numbers_of
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.parallel.schedules import SCHEDULES

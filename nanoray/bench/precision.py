@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel
-from nanoray.bench.harness.plan import add_settings_flag, settings_of
 from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.harness.trainings import add_settings_flag, settings_of
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError

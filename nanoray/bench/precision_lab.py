@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.bench.harness.plan import rotated
-from nanoray.bench.held import held_bytes
+from nanoray.bench.harness.trainings import rotated
+from nanoray.bench.held_memory import held_bytes
 from nanoray.cli.forecast.memory import Sizes, state_memory
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData

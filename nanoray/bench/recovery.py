@@ -34,7 +34,10 @@ from typing import Any
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command, script_command
-from nanoray.bench.harness.plan import (
+from nanoray.bench.harness.processes import ChildFailed, python_in
+from nanoray.bench.harness.report import Report, say
+from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
+from nanoray.bench.harness.trainings import (
     BenchPlan,
     add_arms_flag,
     add_training_flags,
@@ -43,9 +46,6 @@ from nanoray.bench.harness.plan import (
     rotated,
     words,
 )
-from nanoray.bench.harness.processes import ChildFailed, python_in
-from nanoray.bench.harness.report import Report, say
-from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
 from nanoray.bench.killed import (
     Goodput,
     MeasuredFault,
@@ -91,7 +91,7 @@ PART_OF_TORCHRUN = 0.5
 MAX_FAILURES = 1000
 ENDLESS = 10**6  # steps of a run that is ended by us
 WARM_STEPS = 50  # of a run under a plan of kills before anything is counted
-CLEAN_SHARE = 6  # the time with kills, in multiples of the time without
+CLEAN_FRACTION = 6  # the time with kills, in multiples of the time without
 
 
 def start(plan: BenchPlan, arm: str, steps: int, name: str) -> TrainingProcess:
@@ -470,7 +470,7 @@ def _train_under_kills(
 
         # Speed without kills first, in the same process and on the same machine a moment earlier.
         clean = time.time()
-        run.follow(clean + window_s / CLEAN_SHARE)
+        run.follow(clean + window_s / CLEAN_FRACTION)
         begin = time.time()
 
         # A kill whose rank is still down from the one before does not hit; it is counted as such.
@@ -482,7 +482,7 @@ def _train_under_kills(
         found = goodput(run.done, clean, begin, begin + window_s)
     if found is None:
         raise ChildFailed(
-            f"no step within {window_s / CLEAN_SHARE:g} s without kills; give a longer --goodput_s"
+            f"no step within {window_s / CLEAN_FRACTION:g} s without kills; give a longer --goodput_s"
         )
     return found, hits
 

@@ -1,7 +1,7 @@
 """`python -m nanoray.bench scaling`: fit what communication costs, predict steps, check them.
 
     sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
-    parts      forward, backward and optimizer there, without exchange   -> compute (parts.py)
+    parts      forward, backward and optimizer there, without exchange   -> compute (step_parts.py)
     predict    the simulated step of DDP at 2, 3 and 4 ranks, next to the measured one, round by round
     topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
 
@@ -30,19 +30,10 @@ import torch
 from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Record, Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
-from nanoray.bench.parts import (
-    COLLECTIVES,
-    COMPUTE,
-    PARTS,
-    PLAIN,
-    fastest_turns,
-    one_micro_batch,
-    seconds_of,
-)
+from nanoray.bench.harness.trainings import numbers_of, rotated
 from nanoray.bench.simulate import (
     MEASURED,
     PREDICTED,
@@ -56,6 +47,15 @@ from nanoray.bench.simulate import (
     scaling,
     shape_of,
     work_of,
+)
+from nanoray.bench.step_parts import (
+    COLLECTIVES,
+    COMPUTE,
+    PARTS,
+    PLAIN,
+    fastest_turns,
+    one_micro_batch,
+    seconds_of,
 )
 from nanoray.cli.forecast.fit import Fit, fit
 from nanoray.cli.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names

@@ -37,10 +37,10 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, with_values
-from nanoray.bench.harness.plan import chosen, settings_of
 from nanoray.bench.harness.processes import scratch_folder
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
+from nanoray.bench.harness.trainings import chosen, settings_of
 from nanoray.bench.ladder import (
     LADDER_TIMEOUT,
     LOSS,

@@ -33,7 +33,6 @@ from nanoray.bench.engine import (
 )
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.plan import add_arms_flag, add_settings_flag, chosen, settings_of
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -43,6 +42,7 @@ from nanoray.bench.harness.rank_pool import (
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
+from nanoray.bench.harness.trainings import add_arms_flag, add_settings_flag, chosen, settings_of
 from nanoray.config import Config, load_config, make_config, resolve_batch
 from nanoray.config.layout import Layout
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nanoray.bench.harness.plan import words
 from nanoray.bench.harness.processes import Child, ChildFailed
+from nanoray.bench.harness.trainings import words
 from nanoray.machine.atomic import read_json_lines
 
 

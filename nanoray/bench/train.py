@@ -49,7 +49,10 @@ from nanoray.bench.harness.launchers import (
     run_once,
     script_command,
 )
-from nanoray.bench.harness.plan import (
+from nanoray.bench.harness.processes import ChildFailed, python_in
+from nanoray.bench.harness.report import Record, Report, say
+from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.harness.trainings import (
     BenchPlan,
     add_arms_flag,
     add_training_flags,
@@ -58,9 +61,6 @@ from nanoray.bench.harness.plan import (
     rotated,
     words,
 )
-from nanoray.bench.harness.processes import ChildFailed, python_in
-from nanoray.bench.harness.report import Record, Report, say
-from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.ladder import Climb
 from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json_lines

@@ -4,7 +4,7 @@
         model.safetensors  optimizer.safetensors  rng.safetensors  state.json
         manifest.json      format version; bytes and sha256 of each file above; written last
 
-A sharded state has several writers (parts.py): format 2, with model-RRRRR and
+A sharded state has several writers (sharded_files.py): format 2, with model-RRRRR and
 optimizer-RRRRR.safetensors of each rank.
 
 `save` commits by a rename, so a process killed at any instant leaves the old set of checkpoints or
@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.checkpoint import parts
+from nanoray.checkpoint import sharded_files
 from nanoray.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -51,7 +51,7 @@ from nanoray.checkpoint.tensorfile import (
     write_file,
 )
 from nanoray.errors import CheckpointError
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.parallel.pieces import Piece
 
 # Formats
@@ -110,13 +110,13 @@ def save_shared(
 ) -> Path:
     """Write rank 0's part of a sharded state into a draft that has begun, and commit it.
 
-    (rank 0 only) Meanwhile the other `writers` - 1 ranks call `parts.write`. `alive` is called
+    (rank 0 only) Meanwhile the other `writers` - 1 ranks call `sharded_files.write`. `alive` is called
     while this rank waits for them, and raises when a part will not be written. Raises as `save`.
     """
     with draft.errors():
         # Its own part first, while the other ranks write theirs.
-        parts.write(draft.temp, 0, state)
-        sums, pieces = parts.collect(draft.temp, writers, alive)
+        sharded_files.write(draft.temp, 0, state)
+        sums, pieces = sharded_files.collect(draft.temp, writers, alive)
         # The parts have weights and optimizer. The rest is small, and rank 0 has all of it.
         sums[RNG] = write_file(draft.temp / RNG, layout(_flat_rng(state)))
         parts_of = {"aliases": state.aliases, "pieces": pieces}
@@ -202,7 +202,7 @@ class Draft:
             self.discard()
             if not isinstance(error, OSError):
                 raise
-            text = f"cannot write checkpoint {self.name} in {self._folder}: {parts.reason(error)}"
+            text = f"cannot write checkpoint {self.name} in {self._folder}: {sharded_files.reason(error)}"
             raise CheckpointError(
                 f"{text}, or set another out_dir; older checkpoints are untouched"
             ) from error
@@ -337,7 +337,7 @@ def load_checked(
         state = StateDict({}, {}, rng, content["scaler"], content["meta"])
     # A sharded state: read the parts that contain the wanted pieces.
     if "pieces" in content:
-        state.model, state.optimizer = parts.load(path, sums, content, pieces, weights)
+        state.model, state.optimizer = sharded_files.load(path, sums, content, pieces, weights)
         return state
 
     # Whole tensors: read both files, and cut the pieces out.
@@ -397,7 +397,7 @@ def open_checkpoint(path: Path) -> tuple[Sums, dict[str, Any]]:
                 f"{MANIFEST}: format {version!r}, but this nanoray reads the formats {WHOLE} and "
                 f"{SHARDED}"
             )
-        names = [*TENSOR_FILES] if version == WHOLE else [*parts.names_in(sums), RNG]
+        names = [*TENSOR_FILES] if version == WHOLE else [*sharded_files.names_in(sums), RNG]
         if sums.keys() != {*names, STATE}:
             raise ValueError("other files than those of its format")
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from nanoray.checkpoint import files as checkpoint
-from nanoray.checkpoint import parts
-from nanoray.checkpoint.run import RunSpec, read_attempt
+from nanoray.checkpoint import sharded_files
+from nanoray.checkpoint.run_folder import RunSpec, read_attempt
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.errors import CheckpointError
 from nanoray.machine.host import available_cpus
@@ -208,7 +208,7 @@ class CheckpointWriter:
                 keep = self._spec.config.keep_checkpoints
                 checkpoint.save_shared(draft, state, writers, keep, self._require_parts)
             else:
-                parts.write(temp, rank, state)
+                sharded_files.write(temp, rank, state)
 
     def _require_parts(self) -> None:
         """Raise CheckpointError when a part that rank 0 waits for will not be written."""

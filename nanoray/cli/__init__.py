@@ -3,9 +3,9 @@
 Other rooms import these names from `nanoray.cli`. `python -m nanoray.cli` prints docs/flags.md.
 """
 
-from nanoray.checkpoint.runs import RUNS as RUNS
-from nanoray.checkpoint.runs import add_run as add_run
-from nanoray.checkpoint.runs import find_run_folder as find_run_folder
+from nanoray.checkpoint.which_run import RUNS as RUNS
+from nanoray.checkpoint.which_run import add_run as add_run
+from nanoray.checkpoint.which_run import find_run_folder as find_run_folder
 from nanoray.cli.commands import exit_code_of as exit_code_of
 from nanoray.cli.commands import require_script as require_script
 from nanoray.cli.commands import run_command as run_command

@@ -8,10 +8,10 @@ import argparse
 
 from nanoray.cli.parsers import build_parser
 from nanoray.config import Config
+from nanoray.config.conflict_rows import Conflict, Rule, known_from
 from nanoray.config.conflicts import TABLE
 from nanoray.config.load import read_names
 from nanoray.config.paths import PATH_KEYS
-from nanoray.config.rows import Conflict, Rule, known_from
 
 
 def to_markdown() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nanoray.checkpoint.export import FORMATS, write_model
 from nanoray.checkpoint.files import MANIFEST, STEP_NAME, find_all, load, peek
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.cli import (
     RUNS,
     Parser,

@@ -17,8 +17,8 @@ from nanoray.config import (
     refuse_unknown_key,
 )
 from nanoray.config.conflicts import refuse
-from nanoray.config.layers import keep_init_from, lay_over
 from nanoray.config.load import flatten, read_mapping, run_folder_of
+from nanoray.config.merge import keep_init_from, lay_over
 from nanoray.config.paths import expand, expand_paths
 from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
 from nanoray.errors import ConfigError

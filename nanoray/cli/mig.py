@@ -115,7 +115,7 @@ def plan(card: str) -> list[MigProfile]:
     return profiles
 
 
-def compute_share(device: Device) -> float:
+def compute_fraction_of(device: Device) -> float:
     """Return a device's share of its card's FLOP/s: by SMs where known, else by its profile."""
     card = device.name.partition(" MIG ")[0]
     if card in CARDS:
@@ -127,7 +127,7 @@ def compute_share(device: Device) -> float:
 
 def peaks(device: Device) -> dict[str, float]:
     """Return a device's peak FLOP/s and bandwidth in its training precision, {} if not known."""
-    device = replace(device, compute_fraction=compute_share(device))
+    device = replace(device, compute_fraction=compute_fraction_of(device))
     flops = peak_flops(device, "bf16" if device.bf16 else "fp32")
     bytes_per_s = peak_bandwidth(device)
     if not flops or not bytes_per_s:

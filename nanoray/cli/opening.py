@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.upload.fetch import fetch_fitting, fetch_named
 from nanoray.cli import Loaded, require_script
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.cli.run_plan import dataset_of_dry_run, forecast_at, last_lines, plan
 from nanoray.config import Config, Settings, resolve_batch
 from nanoray.config.choose import precision_of
@@ -94,8 +94,8 @@ class Opening:
         else:
             from nanoray.cli.forecast.dry_run import dry_run_lines
 
-            batch = resolve_batch(config, Layout.of(config, ranks).dp)
-            print("\n".join(dry_run_lines(config, planned.notes, batch, dataset, where)))
+            layout = Layout.of(config, ranks)
+            print("\n".join(dry_run_lines(config, planned.notes, layout, dataset, where)))
         print("\n".join(last_lines(decided)))
 
     def read(self) -> None:

@@ -12,18 +12,18 @@ from typing import TypeVar
 
 from nanoray.cli import Loaded, Scale
 from nanoray.config import VOCAB_MULTIPLE, Config, Settings, resolve_batch
+from nanoray.config.conflict_sizes import require_divisible, require_groups
 from nanoray.config.conflicts import refuse
 from nanoray.config.layout import Layout
 from nanoray.config.load import run_folder_of
 from nanoray.config.settings import lines_of
-from nanoray.config.sizes import require_divisible, require_groups
 from nanoray.data.cifar10 import CLASSES
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.download import NotDownloaded
 from nanoray.data.initial_weights import describe_init
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.faults.plan import parse_plan
+from nanoray.faults.inject import parse_plan
 
 S = TypeVar("S", bound=Settings)
 
@@ -189,21 +189,22 @@ def forecast_at(loaded: Loaded, scale: Scale) -> list[str]:
         dataset = known_dataset(loaded.config)
         planned = plan(loaded, scale.world_size, dataset)
         config = planned.config
-        batch = resolve_batch(config, Layout.of(config, scale.world_size).dp)
+        layout = Layout.of(config, scale.world_size)
+        resolve_batch(config, layout.dp)  # raises here, where the number of ranks is named
     except ConfigError as error:
         raise ConfigError(f"world_size = {scale.world_size}: {error}") from None
 
     # A topology describes GPUs. Without one, `device = auto` means what this machine has.
     if topology is None:
         lines = dry_run_lines(
-            config, planned.notes, batch, dataset, "ranks that need not exist", scale.memory_gb
+            config, planned.notes, layout, dataset, "ranks that need not exist", scale.memory_gb
         )
         return [*lines, *last_lines(planned)]
     size = topology.ranks_per_node
     where = f"{-(-scale.world_size // size):,} node(s) of {size} ({scale.topology})"
     memory_gb = scale.memory_gb or topology.memory_gb
-    lines = dry_run_lines(config, planned.notes, batch, dataset, where, memory_gb, on_gpus=True)
-    lines += step_lines(config, dataset, batch, topology, memory_gb)
+    lines = dry_run_lines(config, planned.notes, layout, dataset, where, memory_gb, on_gpus=True)
+    lines += step_lines(config, dataset, layout, topology, memory_gb)
     return [*lines, *last_lines(planned)]
 
 

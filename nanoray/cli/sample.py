@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from nanoray.checkpoint.begin import load_weights
-from nanoray.checkpoint.find import find_run
+from nanoray.checkpoint.init_from import load_weights
+from nanoray.checkpoint.resume import find_resume
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
 from nanoray.config.weights import find
@@ -117,7 +117,7 @@ def load_state(path: Path) -> tuple[StateDict, Path]:
         resume = "auto"
 
     passed_over: list[str] = []
-    checkpoint = find_run(path, resume, {}, passed_over=passed_over)
+    checkpoint = find_resume(path, resume, {}, passed_over=passed_over)
     if checkpoint is None:
         reasons = "".join(f"; {note}" for note in passed_over)
         raise CheckpointError(

@@ -6,7 +6,7 @@ from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 
 class BatchKeys(Group):
-    """The batch of one optimizer step. arithmetic.py divides it by the number of data ranks."""
+    """The batch of one optimizer step. batch_sizes.py divides it by the number of data ranks."""
 
     # Length of sequences
     seq_warmup_steps: Natural = field(0, "batch")

@@ -1,8 +1,8 @@
 """What does not go with what: one table of rows, one function that walks it.
 
-A row is data: what is asked, what excludes it, why, and what to change. rows.py says how to write
+A row is data: what is asked, what excludes it, why, and what to change. conflict_rows.py says how to write
 one; a new feature adds rows, not functions. Rules of arithmetic, such as a size that must divide
-another one, are in the same table with a function each (sizes.py).
+another one, are in the same table with a function each (conflict_sizes.py).
 
 A row can be decided as soon as the values that it reads are known: most rows by the keys alone,
 some by the number of ranks (the key `workers` may be auto) or by the device (`device` may be auto).
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import chain
 
-import nanoray.config.sizes as sizes
+import nanoray.config.conflict_sizes as sizes
+from nanoray.config.conflict_rows import Row, Rule, ignored, refused, rule
 from nanoray.config.data import IMAGES
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import BY_HAND, CUTS_MODEL, SHARDS_STATE, WHOLE_MODELS
-from nanoray.config.rows import Row, Rule, ignored, refused, rule
 from nanoray.errors import ConfigError
 
 # ---- what several rows say -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From files to keys and values, and from those to a Config. layers.py merges several of them."""
+"""From files to keys and values, and from those to a Config. merge.py merges several of them."""
 
 from __future__ import annotations
 

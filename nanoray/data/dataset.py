@@ -85,7 +85,7 @@ def read_tokens(folder: Path, file: TokenFile) -> Iterator[bytes]:
             yield chunk
 
 
-def own_data() -> DatasetInfo:
+def script_data() -> DatasetInfo:
     """Return the record of data that the user's script opens."""
     return DatasetInfo(
         name="own",

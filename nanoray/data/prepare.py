@@ -23,7 +23,7 @@ import numpy as np
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data import cifar10
-from nanoray.data.dataset import DatasetInfo, absolute, cache_dir, own_data, write
+from nanoray.data.dataset import DatasetInfo, absolute, cache_dir, script_data, write
 from nanoray.data.download import ANSWER_S, FetchFailed, NotDownloaded, fetch
 from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import tokenizer_from_json
@@ -69,7 +69,7 @@ def prepare(config: Config) -> DatasetInfo:
     if config.model == "resnet":
         return cifar10.prepare(config)
     if config.model == "own":
-        return own_data()
+        return script_data()
     path = absolute(config.dataset)
     if config.dataset == "auto":
         info = _tokenize(_shakespeare_or_stdlib(config), config)

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nanoray.faults.plan import append_event
+from nanoray.faults.inject import append_event
 from nanoray.faults.progress import AFTER_UPDATE, SCRIPT, UNKNOWN
 from nanoray.machine.atomic import read_json_lines
 from nanoray.machine.output import say

@@ -43,12 +43,12 @@ from nanoray.models.dropout import derive_seed, seed_generators, seed_host_gener
 from nanoray.models.modules import EXTRA, Undisturbed, has_extra_state
 from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of
-from nanoray.script.data.source import CountedTargets, NamedBatch, OwnData
+from nanoray.script.data.source import CountedTargets, NamedBatch, ScriptData
 from nanoray.script.program import Program, call_until_fit
 from nanoray.script.settings import loaded_of
-from nanoray.script.task import OwnTask
+from nanoray.script.task import ScriptTask
 from nanoray.train.__main__ import train_here
-from nanoray.train.arm import QUIET
+from nanoray.train.loop_arm import QUIET
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import set_mode
 
@@ -183,7 +183,7 @@ def train(job: CheckJob, main: Callable[..., Any], given: dict[str, Any]) -> dic
 # Plain PyTorch.
 
 
-def train_plainly(result: dict[str, Any], job: CheckJob, config: Config, task: OwnTask) -> None:
+def train_plainly(result: dict[str, Any], job: CheckJob, config: Config, task: ScriptTask) -> None:
     """Train in this process, as a loop of plain PyTorch would; save the weights.
 
     A step's samples are computed in the pieces that the ranks would read, because a forward may draw
@@ -353,7 +353,7 @@ def state_of(generator: Any) -> str:
     return repr(generator.get_state())  # not all of a long array, but the place in it
 
 
-def loss_is_no_mean(task: OwnTask, model: nn.Module, data: OwnData, micro: int) -> bool:
+def loss_is_no_mean(task: ScriptTask, model: nn.Module, data: ScriptData, micro: int) -> bool:
     """Return whether a script's loss is no mean over samples, as far as the first batch shows it."""
     x, y = data.train_batch(0, micro)
     if isinstance(y, CountedTargets):
@@ -381,7 +381,7 @@ def loss_is_no_mean(task: OwnTask, model: nn.Module, data: OwnData, micro: int) 
 
 
 def loss_is_of_batch(
-    task: OwnTask, model: nn.Module, train_batch: Callable[[int, int], tuple[Any, Any]]
+    task: ScriptTask, model: nn.Module, train_batch: Callable[[int, int], tuple[Any, Any]]
 ) -> bool:
     """Return whether a script's loss of two samples depends on more than the losses of each.
 

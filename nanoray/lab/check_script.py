@@ -240,7 +240,7 @@ class Check:
 
     def _weights(self, name: str) -> Weights:
         """Return the weights in the newest checkpoint of a run."""
-        from nanoray.checkpoint.find import newest_valid
+        from nanoray.checkpoint.resume import newest_valid
 
         (folder,) = (self._folder / name).glob("*/checkpoints")
         newest, notes = newest_valid(folder)

@@ -27,9 +27,9 @@ class _Package(types.ModuleType):
         dry_run and quiet. An error of nanoray is printed as one line, and its exit code returned.
         A Ray that the program is connected to is used, and stays connected.
         """
-        from nanoray.launch.own import launch_own
+        from nanoray.launch.from_script import launch_from_script
 
-        return launch_own(main, config or {}, ray)
+        return launch_from_script(main, config or {}, ray)
 
     # A Ray task that calls nanoray.launch is pickled together with this module: by its name.
     def __reduce__(self) -> tuple[Callable[[str], types.ModuleType], tuple[str]]:

@@ -10,22 +10,22 @@ from functools import partial
 
 from ray.util.placement_group import remove_placement_group
 
-from nanoray.checkpoint.folder import discard_refused, discarding_refused
-from nanoray.checkpoint.run import summary_on_failure, write_summary
+from nanoray.checkpoint.refused_run import discard_refused, discarding_refused
+from nanoray.checkpoint.run_folder import summary_on_failure, write_summary
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH
 from nanoray.cli.opening import Opening
 from nanoray.config.variables import values_of
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
-from nanoray.faults.plan import DRIVER, Injector, parse_plan
+from nanoray.faults.inject import DRIVER, Injector, parse_plan
 from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address, lasting_out_dir, ray_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.placement import Placement
 from nanoray.launch.recovery.driver import Driver
-from nanoray.launch.recovery.script import PackedScript
-from nanoray.launch.recovery.silence import OwnTime
+from nanoray.launch.recovery.pickled_script import PickledScript
+from nanoray.launch.recovery.silence import UnfrozenClock
 from nanoray.launch.signals import catch_signals
 from nanoray.machine.environment import environment
 from nanoray.machine.gpus import discover_gpus
@@ -103,7 +103,7 @@ def launch(
         # An impossible batch fails before Ray starts.
         opening.require_batch(workers)
     parse_plan(config.faults)
-    script = PackedScript.pack(program) if program else None
+    script = PickledScript.pack(program) if program else None
     opening.read()
 
     # Storage that refuses, or that lacks what is to be resumed, is found out before a device is taken.
@@ -130,7 +130,7 @@ def launch(
                 ):
                     Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
                     # Time in which this process is frozen is no silence of head or ranks.
-                    with OwnTime() as clock:
+                    with UnfrozenClock() as clock:
                         driver = Driver(
                             spec,
                             place,

@@ -3,7 +3,7 @@
 torch's BatchNorm2d changes its running statistics in the forward pass. A step that breaks and is
 repeated, a replay or a warm-up would change them twice, and under data parallelism they would
 differ from rank to rank. Here a forward pass in training only adds to `pending`;
-parallel/statistics.py averages that over micro batches and ranks, and updates the running
+parallel/running_statistics.py averages that over micro batches and ranks, and updates the running
 statistics together with the weights. So they are equal on all ranks after every step, like the
 weights: evaluation, checkpoints, hashes and the copy for a new rank need no rule of their own.
 """

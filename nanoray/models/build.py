@@ -10,7 +10,7 @@ from nanoray.models.moe import RouterTraining
 from nanoray.models.resnet import ResNet, ResNetShape
 
 
-class OwnShape:
+class ScriptShape:
     """The shape of a model that the user's script makes.
 
     It has no sizes: a checkpoint fits if the names and shapes of the weights are equal.
@@ -20,10 +20,10 @@ class OwnShape:
         return {}
 
 
-def shape_of(config: Config, classes: int) -> ModelShape | ResNetShape | OwnShape:
+def shape_of(config: Config, classes: int) -> ModelShape | ResNetShape | ScriptShape:
     """Return the model's shape. `classes`: tokens of the vocabulary, or classes of images."""
     if config.model == "own":
-        return OwnShape()
+        return ScriptShape()
     if config.model == "resnet":
         return ResNetShape.of(config, classes)
     return ModelShape.of(config, classes)

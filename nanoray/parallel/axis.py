@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nanoray.machine.compat import all_gather_single
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.parallel.mesh import Mesh
 
 

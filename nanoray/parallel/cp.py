@@ -65,7 +65,7 @@ from nanoray.models.gpt import GPT, Attention, KVCache, Positions
 from nanoray.models.kernels import fused_attention, plain_attention, rotate
 from nanoray.parallel import cp_blocks
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.stream import CutDropout, own_positions
+from nanoray.parallel.residual_stream import CutDropout, own_positions
 from nanoray.parallel.tp import CutPositions, SplitAttention
 
 FORWARD = "keys_values"  # what travels, as a trace calls it

@@ -166,7 +166,7 @@ def apply_ddp(
         bucket_cap_mb=bucket_mb or default_bucket_mb(mesh.device),
         gradient_as_bucket_view=True,  # gradients live in the buckets, which saves a copy of each
         init_sync=False,
-        **NO_BUFFER_SYNC,  # running statistics are equal on all ranks (statistics.py)
+        **NO_BUFFER_SYNC,  # running statistics are equal on all ranks (running_statistics.py)
     )
 
     # An object's attributes are released in the order in which they were set, so the wrapper's C++

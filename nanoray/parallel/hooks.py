@@ -4,10 +4,10 @@ begin ─► forward, backward of all micro batches ─► add_up ─► norm, c
 
 feature                                   class
 tied embedding of a pipeline              pp.TiedEmbedding
-gradients of a rank's own positions       stream.PartialGradients
-running statistics of batch norms         statistics.RunningStatistics
+gradients of a rank's own positions       residual_stream.PartialGradients
+running statistics of batch norms         running_statistics.RunningStatistics
 gradients in 16 bits                      compress.Compressor
-of a script's own model                   script.Script.hooks
+of a script's own model                   ScriptHooks.hooks
 """
 
 from __future__ import annotations

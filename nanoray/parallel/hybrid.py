@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.pieces import Shard
 

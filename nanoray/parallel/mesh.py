@@ -37,6 +37,7 @@ from nanoray.machine.compat import (
     process_groups,
     restart_group_names,
 )
+from nanoray.machine.fault_points import reached
 from nanoray.machine.interfaces import (
     addresses_of_hosts,
     interface_for_gloo,
@@ -44,7 +45,6 @@ from nanoray.machine.interfaces import (
     publish_route,
     require_interface,
 )
-from nanoray.machine.points import reached
 from nanoray.machine.tensor_memory import plain_memory
 from nanoray.parallel import wire
 from nanoray.parallel.backends import NCCL, load_backend, reports_lost_peers, settings_for_aborts

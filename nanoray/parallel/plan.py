@@ -2,9 +2,9 @@
 
 A Plan is built in three steps:
 
-    cut       whole, seeded model ─► over tp (tp.py) ─► cp (cp.py) ─► pp (pp.py) ─► ep (ep.py)
-    flow_of   how micro batches pass through what is left: straight (flow.py) or a pipeline (pp.py)
-    share     how data ranks share the batch: ddp.py, buckets.py, fsdp.py, or ep.py
+    cut                  whole, seeded model ─► over tp (tp.py) ─► cp (cp.py) ─► pp (pp.py) ─► ep (ep.py)
+    flow_of              how micro batches pass through what is left: straight (flow.py) or a pipeline (pp.py)
+    make_data_parallel   how data ranks share the batch: ddp.py, buckets.py, fsdp.py, or ep.py
 
 A step calls its methods in this order:
 
@@ -38,9 +38,9 @@ from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.pieces import Piece, Shard, whole_shards
-from nanoray.parallel.script import Script
-from nanoray.parallel.statistics import RunningStatistics, has_statistics
-from nanoray.parallel.stream import PartialGradients
+from nanoray.parallel.residual_stream import PartialGradients
+from nanoray.parallel.running_statistics import RunningStatistics, has_statistics
+from nanoray.parallel.script_hooks import ScriptHooks
 
 Axes = Mapping[str, Axis]  # by name, see axes_of
 SHARDED = ("zero1", "zero2", "fsdp")  # modes in which a rank updates a part of the parameters
@@ -63,7 +63,7 @@ class Plan:
         loss: Loss,
         scaler: LossScaler,
         mirror: int = 0,
-        script: Script | None = None,
+        script: ScriptHooks | None = None,
     ) -> None:
         """Prepare `model` for this mesh. (all ranks)
 
@@ -115,7 +115,7 @@ class Plan:
         if axes["replica"].size > 1 and mode in SHARDED:
             groups = Groups(axes["dp_cp"], axes["replica"])
         self.copies = groups.count if groups else 1  # of the whole sharded state
-        self._mode = share(
+        self._mode = make_data_parallel(
             model, mode, axes, config, self.compressor, mirror, mirrored_experts, groups, script
         )
         self.shards, self.weights = owned_shards(model, mode, axes, self._mode, groups)
@@ -417,7 +417,7 @@ def flow_of(
     return pp.Pipe(stage, axes["pp"], config.pp_schedule, accum, loss, scaler, device, parts)
 
 
-def share(
+def make_data_parallel(
     model: nn.Module,
     mode: str,
     axes: Axes,
@@ -426,7 +426,7 @@ def share(
     mirror: int,
     mirrored_experts: Mapping[str, tuple[Tensor, Piece]] | None,
     groups: Groups | None,
-    script: Script | None,
+    script: ScriptHooks | None,
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
     data = axes["shard"] if groups else axes["dp_cp"]

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoray.config.sizes import require_stages
+from nanoray.config.conflict_sizes import require_stages
 from nanoray.errors import ConfigError
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT

@@ -24,7 +24,7 @@ With tp = 2, ▒ on rank 0 and ░ on rank 1:
 Norms, position embeddings and the biases of Row layers are on every rank. Their inputs and the
 gradients of their outputs are equal to the bit on all ranks of the axis, and so are their own
 gradients: nothing is exchanged for them. With --sequence_parallel, ● and Σ are other collectives,
-and between Σ and ● a rank has T/tp positions (stream.py).
+and between Σ and ● a rank has T/tp positions (residual_stream.py).
 
     embedding   a rank looks up its own tokens, the others are zeros; one sum
     loss        logits of the rank's own tokens (B·T, V/tp); one maximum (B·T,), one sum of two numbers per token
@@ -46,14 +46,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.config.sizes import require_divisible
+from nanoray.config.conflict_sizes import require_divisible
 from nanoray.errors import ConfigError
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT, Attention, KVCache, LMHead, Positions
 from nanoray.models.moe import MoE
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.pieces import Piece, Shard, whole_pieces
-from nanoray.parallel.stream import CutDropout, enter, leave, require_whole
+from nanoray.parallel.residual_stream import CutDropout, enter, leave, require_whole
 from nanoray.parallel.tp_experts import SplitExperts, StackedColumn, StackedRow
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoray.models.moe import MoE, Stacked
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.stream import enter, leave, whole
+from nanoray.parallel.residual_stream import enter, leave, whole
 
 
 class StackedColumn(Stacked):

@@ -21,7 +21,7 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.machine.compat import BatchNormBase, storage_key
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.modules import EXTRA, buffer_names, buffers_of, has_extra_state, split
-from nanoray.script.part import describe, type_name
+from nanoray.script.user_code import describe, type_name
 
 WRAPPERS = (nn.DataParallel, DistributedDataParallel, FSDPModule)
 

@@ -19,8 +19,8 @@ from nanoray.checkpoint.state.optimizers import members_of, name_of
 from nanoray.cli.forecast.dry_run import batch_line
 from nanoray.cli.forecast.job import assume_device
 from nanoray.cli.forecast.memory import Sizes, state_memory
+from nanoray.cli.forecast.probe import probe_on_fakes
 from nanoray.cli.forecast.rank_memory import memory_line
-from nanoray.cli.forecast.trial import trial_on_fakes
 from nanoray.config import Batch, Config
 from nanoray.config.layout import Layout
 from nanoray.machine.script_errors import one_line
@@ -56,7 +56,7 @@ def own_lines(
     # Activations: a script's forward may look at values, which fake tensors do not have.
     more = {"buffers": sum(buffer.nbytes for buffer in model.buffers())}
     try:
-        more["activations"] = trial_on_fakes(model, loss, *example, device.precision).kept
+        more["activations"] = probe_on_fakes(model, loss, *example, device.precision).kept
     except Exception as error:
         notes.append(
             f"memory     without activations: a forward on fake tensors failed ({one_line(error)})"

@@ -1,7 +1,7 @@
 """Train a module of the user's script, with checkpoints, recovery, parallelism and metrics.
 
 The launchers call a Program on every rank, which calls the script's function. It makes a
-RuntimeEngine, and its `fit` calls rank.train with an OwnTask:
+RuntimeEngine, and its `fit` calls rank.train with an ScriptTask:
 
     nanoray.launch(main, config) ─► Program ─► main(run)
     main(run) ─► RuntimeEngine(model, ..., run).fit(data) ─► rank.train
@@ -24,7 +24,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli import Loaded
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
@@ -43,9 +43,9 @@ from nanoray.script.optimizer import (
 )
 from nanoray.script.program import Program
 from nanoray.script.run import DryRunEnded, Run
-from nanoray.script.schedule import OwnSchedule, schedulers_of
+from nanoray.script.schedule import ScriptSchedule, schedulers_of
 from nanoray.script.settings import loaded_of, refuse_while_spawned, steps_of, with_steps
-from nanoray.script.task import Given, LossFn, OwnTask
+from nanoray.script.task import Given, LossFn, ScriptTask
 from nanoray.train.__main__ import train_here
 from nanoray.train.agree import tensors_in_order
 from nanoray.train.rank import train
@@ -113,7 +113,7 @@ class RuntimeEngine:
             self._loss_fn = None
         self._one = optimizer_of(optimizer)
         self._updated = require_all_parameters(self._trained, self._one)
-        self._schedule = OwnSchedule(schedulers_of(scheduler, self._one), self._one)
+        self._schedule = ScriptSchedule(schedulers_of(scheduler, self._one), self._one)
         self._elementwise = elementwise
         self._is_cut = False  # whether a fit has left the optimizer's state to its shards
         # torch's batch norms would let running statistics drift apart.
@@ -172,8 +172,8 @@ class RuntimeEngine:
             self._schedule,
         )
 
-        def task_of(spec: RunSpec) -> OwnTask:
-            return OwnTask(given, spec, train_data, val_data, steps)
+        def task_of(spec: RunSpec) -> ScriptTask:
+            return ScriptTask(given, spec, train_data, val_data, steps)
 
         require_sharable(self._trained, run.config, run.world_size)
         require_storable(self._trained, run.config.sharded)

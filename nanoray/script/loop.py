@@ -2,7 +2,7 @@
 
     variables_of(run)    RANK, WORLD_SIZE, MASTER_ADDR and the rest, as under torchrun, so that
                          dist.init_process_group() works as it stands
-    OwnLoop.record       run.log({...}, step=n) ─► metrics.jsonl, TensorBoard, a tracker
+    ScriptLoop.record       run.log({...}, step=n) ─► metrics.jsonl, TensorBoard, a tracker
                                                 ─► the place that the driver sees
 
 nanoray makes no process group before an engine trains, so a loop of its own makes the first one.
@@ -62,7 +62,7 @@ def variables_of(run: Run) -> dict[str, str]:
     return dict(r.env) | variables
 
 
-class OwnLoop:
+class ScriptLoop:
     """One rank's loop of its own: its records, on rank 0, and its place."""
 
     def __init__(self, run: Run) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from nanoray.checkpoint.state.optimizers import has_own_state_dict, members_of
 from nanoray.errors import ConfigError
 from nanoray.machine.compat import STEP_POST_HOOKS, STEP_PRE_HOOKS
-from nanoray.script.several import Several
+from nanoray.script.several_optimizers import SeveralOptimizers
 from nanoray.train.optim.modes import has_modes
 
 # Those of torch that update each element from its own gradient and state alone
@@ -45,7 +45,7 @@ def optimizer_of(given: Any) -> Optimizer:
                 f"the optimizer is a {type(member).__name__}; give a torch.optim.Optimizer, or a "
                 "list of them"
             )
-    return Several(members) if several else members[0]
+    return SeveralOptimizers(members) if several else members[0]
 
 
 def require_elementwise(optimizer: Optimizer, dp_mode: str, stated: bool) -> None:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.errors import ConfigError
 from nanoray.machine.environment import environment
 from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.script.run import DryRunEnded, Run
 
 if TYPE_CHECKING:
-    from nanoray.script.task import OwnTask
+    from nanoray.script.task import ScriptTask
 
 
 class Program:
@@ -61,9 +61,9 @@ class Program:
 
     def _main_or_loop(self, run: Run) -> dict[str, Any]:
         """Call the function, which trains with an engine or has a loop of its own; return the outcome."""
-        from nanoray.script.loop import OwnLoop, variables_of
+        from nanoray.script.loop import ScriptLoop, variables_of
 
-        run.loop = OwnLoop(run)
+        run.loop = ScriptLoop(run)
         try:
             with environment(variables_of(run)):
                 self.main(run)
@@ -90,7 +90,7 @@ class Program:
         made.
         """
 
-        def print_lines(task: OwnTask) -> None:
+        def print_lines(task: ScriptTask) -> None:
             print("\n".join(task.dry_run_lines(placement)))
 
         call_until_fit(self.main, config, self._given, ranks, print_lines)
@@ -101,12 +101,12 @@ def call_until_fit(
     config: Config,
     given: frozenset[str],
     ranks: int,
-    on_fit: Callable[[OwnTask], None],
+    on_fit: Callable[[ScriptTask], None],
 ) -> None:
     """Call a script's function up to `fit`, which calls `on_fit` and ends the function."""
     import torch
 
-    spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
+    spec = RunSpec(config, script_data(), Path(config.out_dir), time.time())
     torch.manual_seed(config.seed)
     try:
         main(Run(spec, Rendezvous(world_size=ranks), given, on_fit=on_fit))

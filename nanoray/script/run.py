@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.machine.metrics import METRICS, RECORD_KEYS
@@ -65,7 +65,7 @@ class Run:
     """of a dry run: receives the task that `fit` would train, and ends the script"""
 
     loop: Any = field(default=None, repr=False)
-    """the OwnLoop (script/loop.py): what a loop of the script's own needs, until an engine trains; of the launchers"""
+    """the ScriptLoop (script/loop.py): what a loop of the script's own needs, until an engine trains"""
 
     @property
     def config(self) -> Config:

@@ -31,7 +31,7 @@ from nanoray.models.values import put_together, take_apart
 Optimizer = torch.optim.Optimizer
 
 
-class OwnSchedule:
+class ScriptSchedule:
     """The rates of a script's optimizers (state.Schedule). Without schedulers they stay as they are."""
 
     def __init__(self, schedulers: Sequence[Any], optimizer: Optimizer) -> None:

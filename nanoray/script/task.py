@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.tokens import Samples
 from nanoray.errors import CheckpointError, ConfigError
@@ -24,20 +24,20 @@ from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.pieces import Shard
-from nanoray.parallel.script import Script
-from nanoray.script.absent import AbsentGradients, FrozenParameters
+from nanoray.parallel.script_hooks import ScriptHooks
+from nanoray.script.absent_gradients import AbsentGradients, FrozenParameters
 from nanoray.script.call import WithLoss, loss_of
 from nanoray.script.data.batch import CountedTargets
-from nanoray.script.data.source import ORDER, STREAM, OwnData, batch_size_of
+from nanoray.script.data.source import ORDER, STREAM, ScriptData, batch_size_of
 from nanoray.script.data.stream import Stream
 from nanoray.script.dry_run import own_lines
 from nanoray.script.even_fsdp import EvenFSDP
 from nanoray.script.loose_buffers import LooseBuffers, is_loose
-from nanoray.script.part import describe, first_batch, part
 from nanoray.script.run import Run
-from nanoray.script.schedule import OwnSchedule
+from nanoray.script.schedule import ScriptSchedule
 from nanoray.script.shards import cut_optimizer, follow_parameters
 from nanoray.script.skipping_ddp import SkippingDDP
+from nanoray.script.user_code import describe, first_batch, user_code
 from nanoray.script.weighted_flow import WeightedFlow
 from nanoray.train.tasks import Loss, RankStates
 
@@ -57,10 +57,10 @@ class Given:
     loss_fn: LossFn | None
     updated: dict[str, nn.Parameter]  # the optimizer's parameters, by their names in the model
     run: Run
-    schedule: OwnSchedule
+    schedule: ScriptSchedule
 
 
-class OwnTask:
+class ScriptTask:
     """The task (tasks.Task) of a model, an optimizer and data of a script."""
 
     def __init__(
@@ -83,7 +83,7 @@ class OwnTask:
         self._script = script_of(given)
 
     @property
-    def schedule(self) -> OwnSchedule | None:
+    def schedule(self) -> ScriptSchedule | None:
         """The script's own rates; None: the configuration sets them.
 
         Raises ConfigError where both do.
@@ -199,8 +199,8 @@ class OwnTask:
         return self._given.loss_fn
 
     @property
-    def script(self) -> Script:
-        return Script(self._step_hooks, SkippingDDP, EvenFSDP, WeightedFlow)
+    def script(self) -> ScriptHooks:
+        return ScriptHooks(self._step_hooks, SkippingDDP, EvenFSDP, WeightedFlow)
 
     def _step_hooks(
         self,
@@ -265,7 +265,7 @@ class OwnTask:
         place = (self._given.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
         with _reading("train and validation", (self._train_data, self._val_data)):
-            self._data = OwnData(
+            self._data = ScriptData(
                 self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
             )
         if self._data.in_batches and cfg.recovery == "shrink":
@@ -387,13 +387,13 @@ def script_of(given: Given) -> dict[str, Any]:
 def copied(model: nn.Module) -> nn.Module:
     """Return a copy of a script's model. Raises ConfigError for one that cannot be copied."""
     what = f"dp_mode = fsdp on Ray trains a copy of the model, but copy.deepcopy of {type(model).__name__}"
-    with part(what, "keep what cannot be copied outside of the model, or use dp_mode zero2"):
+    with user_code(what, "keep what cannot be copied outside of the model, or use dp_mode zero2"):
         return copy.deepcopy(model)
 
 
 def _reading(split: str, data: Any) -> AbstractContextManager[None]:
     """Name the data of a split where reading them fails."""
-    return part(
+    return user_code(
         f"reading the {split} data, {describe(data)},",
         "mend it, or give a dataset with len() and [], a DataLoader or an iterable, of pairs (inputs, "
         "targets) or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import DistError
 
-from nanoray.checkpoint.folder import discarding_refused
-from nanoray.checkpoint.run import (
+from nanoray.checkpoint.refused_run import discarding_refused
+from nanoray.checkpoint.run_folder import (
     RunSpec,
     lock_run,
     summary_on_failure,
@@ -55,7 +55,7 @@ from nanoray.parallel.rendezvous import (
     connect_store,
     runtime_nccl_version,
 )
-from nanoray.train.launcher import watch_launcher
+from nanoray.train.launcher_watch import watch_launcher
 from nanoray.train.model import settings_put_back
 from nanoray.train.program import Trains
 from nanoray.train.rank import train

@@ -20,8 +20,8 @@ from torch import nn
 
 from nanoray import __version__
 from nanoray.checkpoint.files import load, open_checkpoint, void_unfinished
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.data.dataset import DatasetInfo
@@ -31,7 +31,7 @@ from nanoray.machine.device import Device
 from nanoray.machine.host import cpu_features
 from nanoray.models.fp8 import EMULATED, in_hardware
 from nanoray.parallel.mesh import Mesh
-from nanoray.train.guard.certificate import append
+from nanoray.train.guard.state_hashes import append
 from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
 
@@ -178,7 +178,7 @@ def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
 
 
 def note_group(spec: RunSpec, mesh: Mesh, step: int, limit: int) -> None:
-    """Append the line of a group that continues after `step` to hashes.jsonl (certificate.py).
+    """Append the line of a group that continues after `step` to hashes.jsonl (state_hashes.py).
 
     limit: the most sequences of a micro batch; 0: as configured.
     """
@@ -251,7 +251,7 @@ def decided_otherwise(
 ) -> list[str]:
     """Return a note for each key that is auto, and was decided otherwise when the run trained.
 
-    (rank 0 only) The driver has compared the other keys (cli/folder.py).
+    (rank 0 only) The driver has compared the other keys (cli/open_folder.py).
     """
     if not checkpoint:
         return []

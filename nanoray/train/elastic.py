@@ -6,7 +6,7 @@
                           new engine ◄─ catch up ◄─ furthest ◄─ meet ◄──────┘
 
 The ranks of the new process group bring all of them to the state of the rank with the most
-completed steps (fetch.py, mirror.py): nothing is read from disk and no completed step is repeated.
+completed steps (broadcast_state.py, mirror.py): nothing is read from disk and no completed step is repeated.
 Survivors can be one step apart, because the last all-reduce may have finished on some of them only.
 All ranks repeat the interrupted step with the same data and dropout, so the losses equal those of a
 run without the fault.
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Config
 from nanoray.errors import (
@@ -37,7 +37,7 @@ from nanoray.errors import (
 )
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.faults.progress import ProgressFile
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.parallel import cp
 from nanoray.parallel.mesh import Mesh, abandon_groups
 from nanoray.parallel.rendezvous import Order, Rendezvous

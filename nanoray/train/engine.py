@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.rank_state import Rate, Update
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.seeding import generators_kept
 from nanoray.data.tokens import MicroBatches
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.models.precision import LossScaler
 from nanoray.models.workload import Workload
 from nanoray.observe.watch.instruments import Instruments
@@ -37,12 +37,12 @@ from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
 from nanoray.train.guard.bad_step import Finding, describe, replay
-from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import BadStep, Guards, StepCheck, Verdict
+from nanoray.train.guard.state_hashes import append
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import evaluated_weights, set_mode
-from nanoray.train.reading import Reading
+from nanoray.train.read_vote import ReadVote
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
 from nanoray.train.seeds import DropoutSeeds
@@ -100,10 +100,10 @@ class Engine:
 
         # What can refuse a step. A script's data can fail in the middle of a run.
         self.checks: list[StepCheck] = []
-        self.reading: Reading | None = None
+        self.reading: ReadVote | None = None
         if isinstance(self.batches.data, FallibleSamples):
             self.batches.data.divide(self.batch, self.batches.rank)
-            self.reading = Reading(self.mesh, self.batches.data, self.batch)
+            self.reading = ReadVote(self.mesh, self.batches.data, self.batch)
             self.checks.append(self.reading)
         every = self.cfg.audit_every
         if every:

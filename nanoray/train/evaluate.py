@@ -17,7 +17,7 @@ from nanoray.models.workload import Workload
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.train.out_of_memory import describe
-from nanoray.train.reading import Reading
+from nanoray.train.read_vote import ReadVote
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def evaluate(
     most_samples: int,
     phase: Callable[[str], None],
     leave_out: Callable[[str], None],
-    reading: Reading | None = None,
+    reading: ReadVote | None = None,
 ) -> dict[str, float]:
     """Return the mean loss, other scores, and time/eval_s, of at most `most_samples`. (all ranks)
 

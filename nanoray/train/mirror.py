@@ -27,12 +27,12 @@ from nanoray.checkpoint.state.optimizers import elements_of, put_element
 from nanoray.checkpoint.state.rank_state import Holding, Share, Update
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.errors import StateLost
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.models.precision import step_unless
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.norm import clip_to
 from nanoray.parallel.pieces import Shard
-from nanoray.train.fetch import fetch
+from nanoray.train.broadcast_state import receive_state
 
 log = logging.getLogger("nanoray.rank")
 # A place (the part of a parameter that a model has), and where elements of it begin and end
@@ -68,7 +68,7 @@ def give_shares(
         None if norm is None else norm.to(mesh.device),
         None if leave_out is None else leave_out.to(mesh.device),
     )
-    packed, session = fetch(state, mesh, source, pieces=False)
+    packed, session = receive_state(state, mesh, source, pieces=False)
     if mesh.rank != source:
         # Nothing communicates from here to the end of this block, so a step is finished as a whole
         # or not at all.

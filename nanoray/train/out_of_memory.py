@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
 from nanoray.faults.cause import is_out_of_host_memory
-from nanoray.faults.plan import append_event
+from nanoray.faults.inject import append_event
 from nanoray.faults.progress import LEFT
 from nanoray.machine.atomic import read_json_lines
 from nanoray.machine.host import available_memory_bytes

@@ -1,4 +1,4 @@
-"""What a command trains in the place of rank.train: a script's function, which own/ makes a Program.
+"""What a command trains in the place of rank.train: a script's function, which script/ makes a Program.
 
     train_here(loaded, started)           ─► rank.train
     train_here(loaded, started, program)  ─► program ─► the script ─► ... ─► rank.train
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.parallel.rendezvous import Order, Rendezvous
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.conflicts import refuse
 from nanoray.config.layout import Layout
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
+from nanoray.machine.fault_points import reached
 from nanoray.machine.host import keep_freed_memory
-from nanoray.machine.points import reached
 from nanoray.observe.track.observer import Observer
 from nanoray.parallel.mesh import Mesh, join, refuse_meeting
 from nanoray.parallel.rendezvous import Order, Rendezvous

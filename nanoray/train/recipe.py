@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanoray.checkpoint.begin import begin_with
-from nanoray.checkpoint.find import newest_rank_states
-from nanoray.checkpoint.run import RunSpec, recovers_in_place
+from nanoray.checkpoint.init_from import begin_with
+from nanoray.checkpoint.resume import newest_rank_states
+from nanoray.checkpoint.run_folder import RunSpec, recovers_in_place
 from nanoray.checkpoint.state.optimizer_part import notes_on_resume
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
@@ -20,7 +20,7 @@ from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.lengths import lengths_of
 from nanoray.data.tokens import MicroBatches
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.models.precision import LossScaler, MeanLoss
 from nanoray.observe.track.observer import Observer
 from nanoray.observe.watch.watch import Watch
@@ -28,10 +28,10 @@ from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.agree import note_group
-from nanoray.train.closing import sample_of
+from nanoray.train.broadcast_state import broadcast_state
 from nanoray.train.elastic import Rejoin, TrainingGroup, warning_of_strays
 from nanoray.train.engine import Engine
-from nanoray.train.fetch import share
+from nanoray.train.final_sample import sample_of
 from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import peak_of_all_ranks, this_device
 from nanoray.train.mirror import copy_to_mirror, give_shares
@@ -41,7 +41,7 @@ from nanoray.train.out_of_memory import (
     record,
 )
 from nanoray.train.saving import read_checkpoint
-from nanoray.train.shares import (
+from nanoray.train.state_share import (
     mirrored_rank,
     note_on_nodes,
     require_shards,
@@ -152,7 +152,7 @@ class Recipe:
         par, owner = self.cut_model(group)
         self.hold_share(par, group.mesh, owner)
         # CPUs of different models may initialise weights differently.
-        share(self.state, group.mesh, 0)
+        broadcast_state(self.state, group.mesh, 0)
         return par
 
     def resumed(self, group: TrainingGroup) -> Plan:
@@ -185,7 +185,7 @@ class Recipe:
         par, owner = self.cut_model(group)
         wanted = share_of(self.task, par, state, self._cfg, owner)
         if wanted is None:
-            share(state, mesh, source)
+            broadcast_state(state, mesh, source)
         else:
             weights = weights_of(par, state.model)
             give_shares(state, mesh, source, wanted, weights, self._cfg.grad_clip)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec, disk_used
+from nanoray.checkpoint.run_folder import RunSpec, disk_used
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.models.precision import LossScaler
 from nanoray.models.workload import Workload

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec, expected_loss
+from nanoray.checkpoint.run_folder import RunSpec, expected_loss
 from nanoray.faults.cause import read_reports
 from nanoray.machine.environment import from_here
 from nanoray.machine.launchers import describe_start

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from nanoray.checkpoint import files
-from nanoray.checkpoint.find import check_shape
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import check_shape
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.state_dict import StateDict, compiled_otherwise, rename
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter

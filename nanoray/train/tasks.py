@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.rank_state import Schedule
 from nanoray.config import Batch
 from nanoray.data.images import ImageData
@@ -25,7 +25,7 @@ from nanoray.models.sampling import write_text
 from nanoray.models.weighted import LossValue
 from nanoray.models.workload import Workload
 from nanoray.parallel.pieces import Shard
-from nanoray.parallel.script import Script
+from nanoray.parallel.script_hooks import ScriptHooks
 from nanoray.train.optim.groups import make_optimizer
 
 Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
@@ -53,7 +53,7 @@ class Task(Protocol):
         """The function of a batch's mean loss, or of its sum and weight; None: the model's own."""
 
     @property
-    def script(self) -> Script | None:
+    def script(self) -> ScriptHooks | None:
         """What a step calls of a script besides the model; None: the model is nanoray's own."""
 
     def data(self, device: torch.device) -> Samples:
@@ -93,7 +93,7 @@ class ConfiguredTask:
 
     loss: Loss | None = None  # the model returns its mean loss, given targets
     schedule: Schedule | None = None  # the configuration sets the rates
-    script: Script | None = None
+    script: ScriptHooks | None = None
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec

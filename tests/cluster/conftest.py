@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanoray.bench import killed
-from nanoray.bench.harness import plan
+from nanoray.bench.harness import trainings
 from nanoray.machine import proc
 from tests.harness.cluster import Cluster, processes_of_session, ray_head
 
@@ -61,5 +61,5 @@ def shared_head(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         for key, value in cluster.env.items()
         if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
     }
-    monkeypatch.setattr(plan, "ray_head", lambda *_: nullcontext((cluster.address, head)))
-    monkeypatch.setattr(plan, "arm_environment", lambda: env | {"PYTHONUNBUFFERED": "1"})
+    monkeypatch.setattr(trainings, "ray_head", lambda *_: nullcontext((cluster.address, head)))
+    monkeypatch.setattr(trainings, "arm_environment", lambda: env | {"PYTHONUNBUFFERED": "1"})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from tests.harness.cluster import (
     ENDLESS,
     Cluster,

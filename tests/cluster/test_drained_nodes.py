@@ -118,7 +118,7 @@ from nanoray.config import make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.launch.recovery.actors import ActorPool
 from nanoray.launch.placement import Placement
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 config = make_config(
     {"global_batch_size": 12, "workers": 2, "cpus_per_worker": 1}
 )

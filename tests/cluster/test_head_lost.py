@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from tests.harness.cluster import (
     SLOW_STEP,
     TWO_RANKS,

@@ -16,8 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.faults.plan import parse_plan
-from nanoray.machine.points import DRIVER_POINTS, EXCHANGES, MEETING, POINTS, RANK_POINTS, SAVING
+from nanoray.faults.inject import parse_plan
+from nanoray.machine.fault_points import (
+    DRIVER_POINTS,
+    EXCHANGES,
+    MEETING,
+    POINTS,
+    RANK_POINTS,
+    SAVING,
+)
 from tests.harness.cluster import (
     Cluster,
     assert_same_run,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from nanoray.faults.plan import parse_plan
-from nanoray.machine.points import RANK_POINTS
+from nanoray.faults.inject import parse_plan
+from nanoray.machine.fault_points import RANK_POINTS
 from tests.cluster.test_kill_points import ELSEWHERE, FLAGS, IN_RECOVERY, clean, plan_of
 from tests.harness.cluster import (
     Cluster,

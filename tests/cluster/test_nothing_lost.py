@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from tests.cluster.test_cluster_faults import FAST_HEALTH, gcs_server
 from tests.harness.cluster import (
     ENDLESS,

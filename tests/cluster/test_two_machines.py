@@ -231,7 +231,7 @@ def test_a_cut_that_outlasts_the_timeouts_ends_both_and_a_resume_goes_on(
     run = f"/data/runs/{only_run(hosts.volume / 'runs').name}"
     again = Ranks(hosts, tmp_path, "--resume", run, "--timeout_s", "5")
     assert again.finish() == [0, 0], again.output()
-    # The certificate lists both commands' groups; the losses are those of an unbroken run.
+    # hashes.jsonl lists both commands' groups; the losses are those of an unbroken run.
     assert_same_run(hosts.volume / "runs", here)
     assert steps_of(hosts.volume / "runs") == list(range(1, STEPS + 1))
 

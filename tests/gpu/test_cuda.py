@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoray.bench.harness.rank_pool import RankPool
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.config import load_config
 from nanoray.models.precision import LossScaler

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanoray.checkpoint.run import RunSpec
-from nanoray.faults.plan import Injector
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.faults.inject import Injector
 from nanoray.parallel.mesh import join
 from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.elastic import TrainingGroup

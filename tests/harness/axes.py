@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nanoray.bench.harness.rank_pool import RankPool
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.state_dict import StateDict
 from tests.harness.ranks import make_spec, run_ranks, series
 from tests.stress.equivalence import ENTRY, LIMITS, LOSS, NORM, WEIGHT_LIMIT

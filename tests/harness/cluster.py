@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.launch.ray_compat import numbers_of
-from nanoray.train.guard import certificate
+from nanoray.train.guard import state_hashes
 from tests.harness import leaks
 from tests.harness.commands import ROOT, START_S, Command, torchrun, wait_for
 from tests.harness.ports import free_port
@@ -399,7 +399,7 @@ def computed_with(run: Path) -> dict[str, set[Any]]:
 
     Another number of threads adds in another order, which some kernels hide on some CPUs.
     """
-    groups = certificate.read(run).groups
+    groups = state_hashes.read(run).groups
     assert groups, f"{run} has no record of its groups"
     keys = ("threads", "hardware", "kernels", "torch")
     return {key: {group[key] for group in groups} for key in keys}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.faults.progress import ProgressFile
 from nanoray.parallel.backends import reports_lost_peers
 from nanoray.parallel.mesh import abort_groups

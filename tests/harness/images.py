@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.cifar10 import generate, store
 from nanoray.data.dataset import DatasetInfo
@@ -20,8 +20,8 @@ from nanoray.models.precision import LossScaler
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel.axis import data_axis
 from nanoray.parallel.mesh import Mesh
-from nanoray.parallel.statistics import RunningStatistics
-from nanoray.train.fetch import share
+from nanoray.parallel.running_statistics import RunningStatistics
+from nanoray.train.broadcast_state import broadcast_state
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards
 from nanoray.train.optim.groups import make_optimizer
@@ -120,7 +120,7 @@ def copied_state(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
     for name, tensor in state.tensors().items():  # what no rank begins with
         if "running" in name or "momentum" in name:
             tensor += mesh.rank + 1
-    share(state, mesh, 0)
+    broadcast_state(state, mesh, 0)
     shared = mesh.gather(replicas.hash_tensors(state.tensors())[1])
     if mesh.rank == 1:
         model: ResNet = state.model  # type: ignore[assignment]

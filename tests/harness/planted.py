@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.models import moe
-from nanoray.parallel import ep, pp, stream, tp, tp_experts
+from nanoray.parallel import ep, pp, residual_stream, tp, tp_experts
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.buckets import Bucket, Buckets
 from nanoray.parallel.fsdp import FSDP
@@ -205,12 +205,12 @@ def bare_losses(patch: Any) -> None:
 
 def norms(patch: Any) -> None:
     """With the sequence cut, each rank updates norms by the gradient of its own positions."""
-    patch.setattr(stream.PartialGradients, "add_up", lambda self: None)
+    patch.setattr(residual_stream.PartialGradients, "add_up", lambda self: None)
 
 
 def ratings(patch: Any) -> None:
     """With the sequence cut, the complete gradients of a router's logits are added up."""
-    patch.setattr(tp_experts, "whole", lambda x, axis: stream.enter(x, axis, True))
+    patch.setattr(tp_experts, "whole", lambda x, axis: residual_stream.enter(x, axis, True))
 
 
 def measure_rank(

@@ -31,7 +31,7 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from nanoray.checkpoint.run import RunSpec, recovers_in_place
+from nanoray.checkpoint.run_folder import RunSpec, recovers_in_place
 from nanoray.config import load_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record

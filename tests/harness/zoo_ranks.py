@@ -129,8 +129,8 @@ def _run(
     case: Case, rank: int, world: int, store: Any, port: int, folder: Path, secret: str, number: int
 ) -> Found:
     """Train a case in parts, each of which resumes the one before. (all ranks)"""
-    from nanoray.checkpoint.find import newest_valid
-    from nanoray.checkpoint.run import RunSpec
+    from nanoray.checkpoint.resume import newest_valid
+    from nanoray.checkpoint.run_folder import RunSpec
     from nanoray.parallel.mesh import abandon_groups
     from nanoray.script.program import Program
 
@@ -184,13 +184,13 @@ def open_case(folder: Path, case: Case) -> Any:
 
 
 def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
-    from nanoray.cli.folder import open_run
+    from nanoray.cli.open_folder import open_run
     from nanoray.config import make_config
-    from nanoray.data.dataset import own_data
+    from nanoray.data.dataset import script_data
     from nanoray.script.settings import DEFAULTS
 
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}
-    spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), own_data(), time.time())
+    spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), script_data(), time.time())
     return replace(spec, lock=None)  # the next part opens the run again
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.faults.cause import is_collective_error
 from nanoray.parallel.ddp import apply_ddp
 from nanoray.parallel.mesh import Mesh, abandon_groups, abort_groups

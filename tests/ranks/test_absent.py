@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.script.absent import AbsentGradients
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.script.absent_gradients import AbsentGradients
 from nanoray.script.program import Program
 from tests.harness.elastic import run_elastic
 from tests.harness.zoo import BY_NAME

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoray.checkpoint import files
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import WrongGradient
 from tests.harness.messages import find_line
 from tests.harness.ranks import make_spec, run_ranks, series

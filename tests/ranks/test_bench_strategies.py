@@ -13,8 +13,8 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import strategies
 from nanoray.bench.engine import EXPOSED, MEMORY_ENTRY, MEMORY_STEPS, STEP, order_of
-from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.trainings import chosen
 from nanoray.bench.strategies import (
     ARMS,
     DATA_ARMS,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoray.bench.harness.rank_pool import RankPool, Where
-from nanoray.checkpoint.find import newest_rank_states
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_rank_states
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.observe.trace.recorder import (

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.data.dataset import DatasetInfo
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from tests.harness.images import small_dataset
-from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import run_ranks, series
+from tests.harness.script_runs import final_tensors
 from tests.ranks.test_own import open_own, points
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import StateDiverged
 from nanoray.train.agree import find_checkpoint
 from nanoray.train.guard.audit import Audit

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.train.engine import Engine
 from nanoray.train.rank import train

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import resolve_batch
 from nanoray.errors import NanorayError, StateDiverged, TrainingDiverged
 from nanoray.faults.progress import ProgressFile

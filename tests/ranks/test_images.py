@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.data.dataset import DatasetInfo
 from tests.harness.axes import equal, final
 from tests.harness.images import image_spec, small_dataset

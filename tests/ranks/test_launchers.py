@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.machine.proc import start_time, stat_of
 from tests.harness.commands import Command, torchrun
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.plan import Plan

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray import RuntimeEngine
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import DataError, DataFailed, MemoryExhausted
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic

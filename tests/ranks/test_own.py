@@ -20,28 +20,28 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanoray
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.errors import DataError
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from nanoray.script.data.stream import KEPT, Stream
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from nanoray.script.settings import DEFAULTS
-from tests.harness import own_runs
+from tests.harness import script_runs
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic
-from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, run_ranks, series
+from tests.harness.script_runs import final_tensors
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Two of each rank would wait for each other on two cores
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 CPU = torch.device("cpu")
-SETTINGS = own_runs.SETTINGS | {"max_steps": 8, "eval_every": 4}
+SETTINGS = script_runs.SETTINGS | {"max_steps": 8, "eval_every": 4}
 
 
 def points(count: int, seed: int) -> TensorDataset:
@@ -97,7 +97,7 @@ def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
 def open_own(folder: Path, **settings: Any) -> RunSpec:
     return open_run(
         make_config(DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings),
-        own_data(),
+        script_data(),
         time.time(),
     )
 
@@ -120,7 +120,7 @@ def alone() -> dict[int, float]:
         {"params": model[2].parameters(), "lr": 0.005},
     ]
     optimizer = torch.optim.AdamW(groups, fused=True)
-    data, losses = OwnData(points(50, 1), None, 1337, 12, CPU), {}
+    data, losses = ScriptData(points(50, 1), None, 1337, 12, CPU), {}
     for step in range(8):
         x, y = data.train_batch(12 * step, 12)
         loss = nn.functional.mse_loss(model(x), y)
@@ -299,11 +299,11 @@ def test_data_that_cannot_be_read_are_told_why() -> None:
         ([], "the train data are empty; give at least one sample"),
     ):
         with pytest.raises(DataError, match=text):
-            OwnData(data, None, 0, 2, CPU)
+            ScriptData(data, None, 0, 2, CPU)
     with pytest.raises(
         DataError, match="a batch is a list of 3, but must be a pair of inputs and targets"
     ):
-        OwnData([(1, 2, 3)], None, 0, 1, CPU).train_batch(0, 1)
+        ScriptData([(1, 2, 3)], None, 0, 1, CPU).train_batch(0, 1)
 
 
 def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:

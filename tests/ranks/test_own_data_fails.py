@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.errors import DataFailed
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.run import Run

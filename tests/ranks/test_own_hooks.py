@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.script.engine import RuntimeEngine

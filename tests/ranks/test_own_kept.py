@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli.checkpoint import main as checkpoint
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.machine.tensor_memory import bytes_of
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
@@ -61,7 +61,7 @@ def fit(run: Run, kind: str) -> None:
 def plain(kind: str) -> nn.Module:
     """Return the module that a loop of plain torch trains on the same samples."""
     model, optimizer = make(kind)
-    data = OwnData(points(), None, 1337, 12, torch.device("cpu"))
+    data = ScriptData(points(), None, 1337, 12, torch.device("cpu"))
     for step in range(STEPS):
         x, y = data.train_batch(12 * step, 12)
         nn.functional.mse_loss(model(x), y).backward()

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
@@ -44,7 +44,7 @@ def outcomes(
     folder: Path, world: int, main: Callable[[Run], None], **settings: Any
 ) -> tuple[RunSpec, list[Any]]:
     config = make_config(DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings)
-    spec = open_run(config, own_data(), 0.0)
+    spec = open_run(config, script_data(), 0.0)
     return spec, run_ranks(spec, world, train=Program(main, frozenset(settings)))
 
 

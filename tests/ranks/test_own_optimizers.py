@@ -16,26 +16,26 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.errors import ConfigError
 from nanoray.parallel.rendezvous import Rendezvous
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from nanoray.script.settings import DEFAULTS
 from tests.harness import optimizers as styles
-from tests.harness import own_runs
+from tests.harness import script_runs
 from tests.harness.elastic import run_elastic
 from tests.harness.lasting_ranks import LastingRanks
-from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, series
+from tests.harness.script_runs import final_tensors
 
 STEPS = 8
-SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 2}
+SETTINGS = script_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 2}
 optim = torch.optim
 
 
@@ -173,7 +173,7 @@ def plain(optimizer: str, scheduler: str = "none") -> tuple[dict[int, float], di
     given = SCHEDULERS[scheduler](several[0])
     if scheduler == "function":
         given = lr_scheduler.LambdaLR(several[0], given)
-    data = OwnData(points(50, 1), points(20, 2), 1337, 12, torch.device("cpu"))
+    data = ScriptData(points(50, 1), points(20, 2), 1337, 12, torch.device("cpu"))
     rates = {}
     for step in range(STEPS):
         for each in several:
@@ -211,7 +211,7 @@ def fit(run: Run, optimizer: str, scheduler: str = "none") -> None:
 
 def open_own(folder: Path, **settings: Any) -> RunSpec:
     values = DEFAULTS | SETTINGS | {"out_dir": str(folder)} | settings
-    return open_run(make_config(values), own_data(), time.time())
+    return open_run(make_config(values), script_data(), time.time())
 
 
 def trained(

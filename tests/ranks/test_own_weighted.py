@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from nanoray import Weighted
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
-from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import series
+from tests.harness.script_runs import final_tensors
 from tests.ranks.test_own import open_own
 
 STEPS = 6
@@ -38,7 +38,7 @@ def words(count: int = 60) -> TensorDataset:
     y[torch.arange(5) >= lengths[:, None]] = -100
 
     # Where the samples of a step lie follows from the seed.
-    places = OwnData([(i, i) for i in range(count)], None, SEED, 1, CPU)
+    places = ScriptData([(i, i) for i in range(count)], None, SEED, 1, CPU)
     order = places.train_batch(0, count)[0]
     y[order[2 * BATCH : 3 * BATCH]] = -100  # a step without a target
     y[order[BATCH + 6 : 2 * BATCH]] = -100  # a half of one: a rank, or a micro batch, without
@@ -86,7 +86,7 @@ def alone(clip: float = 0.0) -> Right:
     """Train on whole batches, with the mean over all targets of each."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    data = OwnData(words(), None, SEED, BATCH, CPU)
+    data = ScriptData(words(), None, SEED, BATCH, CPU)
     losses = {}
     for step in range(STEPS):
         x, y = data.train_batch(BATCH * step, BATCH)

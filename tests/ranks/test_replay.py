@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.tensorfile import read_file, tensors_in
 from nanoray.data.tokens import TokenData
 from nanoray.lab.replay import bisect
 from nanoray.lab.replay.__main__ import main as replay
 from nanoray.lab.replay.again import reenact
-from nanoray.lab.replay.past import read_past, tensors_apart
 from nanoray.lab.replay.player import InTurn
-from nanoray.train.guard.certificate import read
+from nanoray.lab.replay.recorded import read_past, tensors_apart
 from nanoray.train.guard.replicas import hash_tensors
+from nanoray.train.guard.state_hashes import read
 from tests.harness.ranks import make_spec, run_ranks
 
 RECIPE: dict[str, Any] = {

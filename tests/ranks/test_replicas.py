@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.checkpoint.run import recovers_in_place
+from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.config import make_config
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from tests.harness.axes import equal, final, require_one_process
 from tests.harness.ranks import make_spec, records, run_ranks, series
 from tests.ranks.conftest import Pools

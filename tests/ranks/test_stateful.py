@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.checkpoint.find import newest_rank_states
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_rank_states
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.script.data.stream import KEPT, Stream, unpack
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
 from tests.harness import elastic
-from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, series
+from tests.harness.script_runs import final_tensors
 from tests.ranks.test_own import open_own, trained
 
 EPOCH = 7  # batches, so 8 steps end in a later epoch

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import make_config
 from nanoray.lab.inspect.__main__ import main
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.observe.watch import dangers as told
 from nanoray.observe.watch import statistics
-from nanoray.observe.watch.statistics import Statistics, attention_of, dead_share
+from nanoray.observe.watch.statistics import Statistics, attention_of, dead_percent
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 
@@ -98,7 +98,7 @@ def test_attention_and_dead_units_by_hand() -> None:
     assert found["max_logit"].item() == pytest.approx(1600 / 2)
     assert found["attention_entropy"].item() == pytest.approx(0.5), "one of two heads is certain"
     hidden = torch.tensor([[[-9.0, 0.5, -9.0, -9.0], [-9.0, -9.0, 1.0, -9.0]]])
-    assert dead_share(hidden).item() == 50.0
+    assert dead_percent(hidden).item() == 50.0
 
 
 def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from nanoray.bench.harness.rank_pool import RankPool, Where
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.observe.trace.__main__ import main, read_steps
-from nanoray.observe.trace.log import LATE_TIMES, CommLog, Totals, merge
+from nanoray.observe.trace.comm_log import LATE_TIMES, CommLog, Totals, merge
 from nanoray.observe.trace.recorder import ClockOffset, CommRecorder
 from nanoray.observe.trace.timeline import chrome_trace
 from nanoray.observe.watch.tracing import Tracing
@@ -246,7 +246,7 @@ def test_a_trace_for_perfetto(spec: RunSpec) -> None:
 
 def test_a_resumed_run_has_each_step_once(spec: RunSpec) -> None:
     """Resumed from step 12: steps 13 and 14 are traced again, and stand in the file once."""
-    from nanoray.cli.folder import open_run
+    from nanoray.cli.open_folder import open_run
 
     config = spec.config.model_copy(
         update={"resume": str(spec.folder), "max_steps": 16, "faults": "", "checkpoint_every": 0}

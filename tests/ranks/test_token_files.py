@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli.sample import main as sample
 from nanoray.train import rank as one_rank
 from tests.harness.lasting_ranks import LastingRanks

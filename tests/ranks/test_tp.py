@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.cli.sample import main as sample
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import series

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.machine.metrics import METRICS

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import nanoray
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.parallel.mesh import join
@@ -54,15 +54,15 @@ def trials_of(
     rejoin: Any = None,
 ) -> Trials:
     """Return what measures choices, as a search has it. (all ranks)"""
-    from nanoray.faults.plan import Injector
+    from nanoray.faults.inject import Injector
     from nanoray.lab.tune.rank import here_of
-    from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials
+    from nanoray.lab.tune.tuned_model import TunedModel
     from nanoray.train.rank import meet_group, prepare_process
 
     prepare_process(spec, rendezvous)
     mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
-    subject = TuneSubject(None, frozenset(), rendezvous)
+    subject = TunedModel(None, frozenset(), rendezvous)
     here = here_of(spec, mesh, rendezvous, subject)
     trials = Trials(spec, mesh, subject, here, 300.0, wanted, print)
     trials.read()
@@ -107,10 +107,10 @@ def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path
 
 def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
     """Measure choices in turns while their arms stay open; count the arms that were made. (all ranks)"""
-    from nanoray.train import arm
+    from nanoray.train import loop_arm
 
     made: list[int] = []
-    recipe_of = arm.Recipe
+    recipe_of = loop_arm.Recipe
 
     def noted(*given: Any) -> Any:
         made.append(1)
@@ -127,7 +127,7 @@ def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
         counts.append(len(made))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arm, "Recipe", noted)
+        patch.setattr(loop_arm, "Recipe", noted)
         run_turn()
         with trials.kept_open(choices, 1e12):
             run_turn()

@@ -24,8 +24,8 @@ import torch
 from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint import writer
 from nanoray.checkpoint.files import load
-from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.writer import AttemptOver, CheckpointWriter
 from nanoray.errors import CheckpointError
@@ -399,7 +399,7 @@ def train_forever(spec: dict[str, Any], done: Any) -> None:
         done.value = saver.committed
 
 
-@pytest.mark.full  # test_parts has it, and test_checkpoint a death before each system call
+@pytest.mark.full  # test_sharded_files has it, and test_checkpoint a death before each system call
 def test_sigkill_at_any_time_loses_nothing(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path)
     for done in killed_saves(spec.checkpoints, train_forever, spec.to_dict()):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from tests.harness.zoo import BY_NAME, SKIPS, ZOO
 from tests.harness.zoo_ranks import SETTINGS, Case, Found, make_optimizer, run_cases
 
@@ -26,7 +26,7 @@ def alone(name: str, optimizer_name: str, clip: float = 0.0) -> tuple[nn.Module,
     model = exhibit.model()
     optimizer = make_optimizer(optimizer_name, model)
     size = SETTINGS["global_batch_size"]
-    data = OwnData(exhibit.dataset(), None, 1337, size, torch.device("cpu"))
+    data = ScriptData(exhibit.dataset(), None, 1337, size, torch.device("cpu"))
 
     for step in range(STEPS):
         inputs, targets = data.train_batch(step * size, size)

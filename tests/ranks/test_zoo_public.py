@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.find import newest_valid
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.models.dropout import derive_seed, seed_generators
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program
 from nanoray.script.run import Run
@@ -72,7 +72,7 @@ def alone(name: str, pieces: int) -> dict[str, Tensor]:
     exhibit = BY_NAME[name]
     model = exhibit.model()
     optimizers = exhibit.optimizers(model)
-    data = OwnData(exhibit.dataset(), None, SEED, BATCH, CPU)
+    data = ScriptData(exhibit.dataset(), None, SEED, BATCH, CPU)
     size = BATCH // pieces
     for step in range(STEPS):
         model.zero_grad()
@@ -97,7 +97,7 @@ def trained(ranks: LastingRanks, world: int, kind: Kind, mode: str, folder: Path
     for stop_at in (STEPS // 2, 0):
         resume = "none" if stop_at else "auto"
         settings = {"dp_mode": mode, "stop_at": stop_at, "resume": resume, "out_dir": str(folder)}
-        spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
+        spec = open_run(make_config(DEFAULTS | SETTINGS | settings), script_data(), 0.0)
         outcomes = ranks.train(spec, Program(partial(train, name=kind.name), frozenset(settings)))
         failed = [outcome for outcome in outcomes if "error" in outcome]
         if mode in kind.refused:

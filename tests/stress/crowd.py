@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import load_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record

@@ -23,7 +23,6 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel
-from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import (
     Report,
@@ -32,6 +31,7 @@ from nanoray.bench.harness.report import (
     table,
 )
 from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.harness.trainings import add_data_flags, data_flags, words
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -373,7 +373,7 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
     """Compare the final checkpoints and all logged values of both runs, bit for bit."""
     import torch
 
-    from nanoray.checkpoint.find import newest_valid
+    from nanoray.checkpoint.resume import newest_valid
 
     assert clean
     assert faulty

@@ -27,24 +27,24 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, bars, with_values
-from nanoray.bench.harness.plan import add_data_flags, chosen, data_flags, rotated
 from nanoray.bench.harness.processes import scratch_folder
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
+from nanoray.bench.harness.trainings import add_data_flags, chosen, data_flags, rotated
 from nanoray.bench.ladder import random_tokens
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import load_config
 from nanoray.config.load import make_config
-from nanoray.data.dataset import own_data
+from nanoray.data.dataset import script_data
 from nanoray.data.prepare import prepare
 from nanoray.machine.gpus import discover_gpus
 
 if TYPE_CHECKING:
     from nanoray.lab.tune.knobs import Choice, TunedRun
-    from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials
+    from nanoray.lab.tune.tuned_model import TunedModel
     from nanoray.parallel.mesh import Mesh
     from nanoray.script.run import Run
 
@@ -243,7 +243,7 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
         "micro_batch_size": 0,
         "global_batch_size": 8 if args.quick else 32,
     }
-    return open_run(make_config(values), own_data(), started)
+    return open_run(make_config(values), script_data(), started)
 
 
 def _add_targets(report: Report, subject: str) -> None:
@@ -268,10 +268,10 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     from nanoray.lab.tune.knobs import words
     from nanoray.lab.tune.rank import here_of
     from nanoray.lab.tune.search import Search
-    from nanoray.lab.tune.subject import TuneSubject
     from nanoray.lab.tune.trials import Trials
+    from nanoray.lab.tune.tuned_model import TunedModel
     from nanoray.parallel.rendezvous import Order, Rendezvous
-    from nanoray.train.arm import memory_of_rank, same_loss
+    from nanoray.train.loop_arm import memory_of_rank, same_loss
 
     spec = RunSpec.from_dict(order["spec"])
     place = Rendezvous(
@@ -281,7 +281,7 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
         threads=torch.get_num_threads(),
     )
     given = frozenset({"global_batch_size"})
-    subject = TuneSubject(MAINS.get(order["subject"]), given, place)
+    subject = TunedModel(MAINS.get(order["subject"]), given, place)
     here = here_of(spec, mesh, place, subject)
 
     def trials_in(name: str) -> Trials:
@@ -397,11 +397,11 @@ def _combinations(
 
 
 def _losses_apart(
-    mesh: Mesh, spec: RunSpec, subject: TuneSubject, here: TunedRun, tuned: Choice
+    mesh: Mesh, spec: RunSpec, subject: TunedModel, here: TunedRun, tuned: Choice
 ) -> float:
     """Return how far the losses of 50 steps of SGD are apart, relative. (all ranks)"""
     from nanoray.lab.tune.knobs import configured
-    from nanoray.train.arm import LoopArm
+    from nanoray.train.loop_arm import LoopArm
 
     losses = []
     for choice in ((), tuned):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.checkpoint.run import recovers_in_place
+from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.parallel.backends import load_backend, reports_lost_peers, settings_for_aborts

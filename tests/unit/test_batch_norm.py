@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.statistics import RunningStatistics
+from nanoray.parallel.running_statistics import RunningStatistics
 
 CHANNELS = 3
 OPTIONS: list[dict[str, Any]] = [

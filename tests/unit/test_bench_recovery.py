@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from nanoray.bench import recovery
-from nanoray.bench.harness.plan import BenchPlan
 from nanoray.bench.harness.processes import ChildFailed
 from nanoray.bench.harness.report import Report
+from nanoray.bench.harness.trainings import BenchPlan
 from nanoray.bench.killed import (
     Goodput,
     MeasuredFault,

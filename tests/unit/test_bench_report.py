@@ -17,7 +17,6 @@ import pytest
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command, moments
-from nanoray.bench.harness.plan import chosen, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
 from nanoray.bench.harness.report import (
     DISTORTING,
@@ -31,6 +30,7 @@ from nanoray.bench.harness.report import (
     ratio,
     table,
 )
+from nanoray.bench.harness.trainings import chosen, rotated
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.errors import ConfigError
 from nanoray.machine.environment import environment

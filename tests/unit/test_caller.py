@@ -12,7 +12,7 @@ import ray
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.launch.caller import caller_address
-from nanoray.launch.recovery.script import PackedScript, ScriptFile
+from nanoray.launch.recovery.pickled_script import PickledScript, ScriptFile
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -48,7 +48,7 @@ def test_an_address_that_names_another_ray_is_one(
 
 
 def test_a_function_that_a_rank_cannot_import_is_refused_there() -> None:
-    script = PackedScript("main", "nanoray.script.program", b"cno_such_module\nmain\n.")
+    script = PickledScript("main", "nanoray.script.program", b"cno_such_module\nmain\n.")
     with pytest.raises(ConfigError, match=r"main cannot be loaded .*No module named 'no_such_mod"):
         script.unpack(print)
 

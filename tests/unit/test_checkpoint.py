@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from nanoray.checkpoint import tensorfile
 from nanoray.checkpoint.files import load, save
-from nanoray.checkpoint.find import check_shape, find_run, newest_valid
 from nanoray.checkpoint.manifest import manifest_json, parse_manifest
+from nanoray.checkpoint.resume import check_shape, find_resume, newest_valid
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.errors import CheckpointError
 from tests.harness.commands import forkserver, killed_saves
@@ -536,16 +536,16 @@ OTHER = SHAPE | {"n_layer": 6}
 
 
 def test_find_run_auto(tmp_path):
-    assert find_run(tmp_path, "none", SHAPE) is None
-    assert find_run(tmp_path / "nowhere", "auto", SHAPE) is None
-    assert find_run(tmp_path, "auto", SHAPE) is None
+    assert find_resume(tmp_path, "none", SHAPE) is None
+    assert find_resume(tmp_path / "nowhere", "auto", SHAPE) is None
+    assert find_resume(tmp_path, "auto", SHAPE) is None
     second = run(tmp_path, "2026-01-02_030405_gpt-2", 5, 10)
     run(tmp_path, "2026-01-02_030405_gpt", 90)
     run(tmp_path, "2025-12-31_235959_zzz", 99)
     run(tmp_path, "notes", 99)
     (tmp_path / "2026-09-09_000000_empty").mkdir()
     (tmp_path / "2026-09-09_000001_file").write_text("")
-    found = find_run(tmp_path, "auto", SHAPE)
+    found = find_resume(tmp_path, "auto", SHAPE)
     assert (found.run_dir, found.path, found.notes) == (
         second,
         second / "checkpoints" / "step_00000010",
@@ -558,13 +558,13 @@ def test_find_run_auto(tmp_path):
     run(tmp_path, "2026-02-01_000000_wide", 50, model_shape=OTHER)
     broken = run(tmp_path, "2026-03-01_000000_broken", 50)
     flip(broken / "checkpoints" / "step_00000050" / "model.safetensors")
-    found = find_run(tmp_path, "auto", SHAPE)
+    found = find_resume(tmp_path, "auto", SHAPE)
     assert found.run_dir == second
     broken, wide = found.notes
     damage = "model.safetensors: sha256 differs"
     find_line(broken, "2026-03-01_000000_broken", "step_00000050", damage, "no older")
     find_line(wide, "2026-02-01_000000_wide", "another model", "n_layer is 6 there and 2 here")
-    assert find_run(tmp_path, "auto", OTHER).run_dir.name == "2026-02-01_000000_wide"
+    assert find_resume(tmp_path, "auto", OTHER).run_dir.name == "2026-02-01_000000_wide"
 
 
 def described(run_dir, started=None, tokens="t", **config):
@@ -583,7 +583,7 @@ def test_find_run_auto_takes_no_other_experiment(tmp_path):
     )
     second = described(run(tmp_path, "2026-01-02_030406_lr2", 9), 200.0, name="lr2", lr=2e-3)
     described(run(tmp_path, "2026-01-02_030407_lr1", 9), 300.0, tokens="u", name="lr1", lr=1e-3)
-    found = find_run(tmp_path, "auto", SHAPE, mine)
+    found = find_resume(tmp_path, "auto", SHAPE, mine)
     assert found.run_dir == first
     other_data, other_keys = found.notes
     find_line(other_data, "2026-01-02_030407_lr1", "another experiment", "dataset", "tokens")
@@ -591,12 +591,14 @@ def test_find_run_auto_takes_no_other_experiment(tmp_path):
     lr = "lr is 0.002 there and 0.001 here"
     find_line(other_keys, "2026-01-02_030406_lr2", "another experiment", name, lr)
     assert (
-        find_run(tmp_path, "auto", SHAPE, {"name": "lr2", "lr": 2e-3, "tokens_sha256": "t"}).run_dir
+        find_resume(
+            tmp_path, "auto", SHAPE, {"name": "lr2", "lr": 2e-3, "tokens_sha256": "t"}
+        ).run_dir
         == second
     )
-    assert find_run(tmp_path, "auto", SHAPE, mine | {"lr": 3e-3}) is None
+    assert find_resume(tmp_path, "auto", SHAPE, mine | {"lr": 3e-3}) is None
     flip(second / "checkpoints" / "step_00000009" / "model.safetensors")
-    assert find_run(tmp_path, "auto", SHAPE, mine).run_dir == first, (
+    assert find_resume(tmp_path, "auto", SHAPE, mine).run_dir == first, (
         "damage to another experiment is no loss of this"
     )
 
@@ -605,7 +607,7 @@ def test_find_run_auto_goes_by_utc(tmp_path):
     """A folder's name may come from a clock in another time zone; what its command noted does not."""
     described(run(tmp_path, "2026-01-02_230000_west", 5), 1000.0)
     newer = described(run(tmp_path, "2026-01-02_010000_east", 5), 2000.0)
-    assert find_run(tmp_path, "auto", SHAPE).run_dir == newer
+    assert find_resume(tmp_path, "auto", SHAPE).run_dir == newer
 
 
 def test_find_run_auto_refuses_to_start_afresh_over_damage(tmp_path):
@@ -613,7 +615,7 @@ def test_find_run_auto_refuses_to_start_afresh_over_damage(tmp_path):
     (broken / "checkpoints" / "step_00000050" / "manifest.json").unlink()
     text = rf"^no valid checkpoint in {tmp_path}: run .*: checkpoint step_00000050 is damaged .*; remove what"
     with pytest.raises(CheckpointError, match=text):
-        find_run(tmp_path, "auto", SHAPE)
+        find_resume(tmp_path, "auto", SHAPE)
 
 
 def test_find_run_path(tmp_path, monkeypatch):
@@ -626,29 +628,29 @@ def test_find_run_path(tmp_path, monkeypatch):
         checkpoints / "step_00000010": 10,
         ".": 20,
     }.items():
-        found = find_run(tmp_path / "elsewhere", str(resume), SHAPE)
+        found = find_resume(tmp_path / "elsewhere", str(resume), SHAPE)
         assert (found.run_dir, found.state.meta["step"]) == (folder, step)
         assert found.path == checkpoints / f"step_000000{step}"
     copied = shutil.copytree(checkpoints / "step_00000010", tmp_path / "keep" / "best")
-    found = find_run(tmp_path, str(copied), SHAPE)
+    found = find_resume(tmp_path, str(copied), SHAPE)
     assert (found.run_dir, found.path) == (tmp_path / "keep", copied)
 
     (checkpoints / "step_00000020" / "state.json").unlink()
     note = "checkpoint step_00000020 is damaged (state.json: missing); using step_00000010"
-    assert find_run(tmp_path, str(folder), SHAPE).notes == [note]
+    assert find_resume(tmp_path, str(folder), SHAPE).notes == [note]
     with pytest.raises(
         CheckpointError, match=r"^checkpoint .*step_00000020 is damaged \(state\.json: missing\)"
     ):
-        find_run(tmp_path, str(checkpoints / "step_00000020"), SHAPE)
+        find_resume(tmp_path, str(checkpoints / "step_00000020"), SHAPE)
     (checkpoints / "step_00000010" / "rng.safetensors").unlink()
     with pytest.raises(
         CheckpointError,
         match=r"; checkpoint step_00000010 is damaged .*; no older one is valid; give --res",
     ):
-        find_run(tmp_path, str(folder), SHAPE)
+        find_resume(tmp_path, str(folder), SHAPE)
     for missing in (tmp_path / "nowhere", checkpoints / "step_00000777"):
         with pytest.raises(CheckpointError) as error:
-            find_run(tmp_path, str(missing), SHAPE)
+            find_resume(tmp_path, str(missing), SHAPE)
         for part in (
             f"no valid checkpoint in {missing}:",
             "manifest.json, step_*/manifest.json and checkpoints/step_*/manifest.json",
@@ -661,7 +663,7 @@ def test_shape_that_differs(tmp_path):
     folder = run(tmp_path, "2026-01-02_030405_gpt", 10)
     here = SHAPE | {"n_layer": 6, "vocab_size": 50304}
     with pytest.raises(CheckpointError) as error:
-        find_run(tmp_path, str(folder), here)
+        find_resume(tmp_path, str(folder), here)
     for part in (
         f"checkpoint {folder}/checkpoints/step_00000010 is of another model",
         "n_layer is 2 there and 6 here, vocab_size is 65 there and 50304 here",

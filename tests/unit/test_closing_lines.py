@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.checkpoint.files import path_of
-from nanoray.checkpoint.run import RunSpec, write_summary
+from nanoray.checkpoint.run_folder import RunSpec, write_summary
 from nanoray.faults.cause import Failure, FaultReport
 from nanoray.train.report import closing_lines
 from tests.harness.ranks import TINY, make_spec

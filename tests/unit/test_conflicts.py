@@ -10,8 +10,8 @@ import pytest
 from nanoray.cli import parse_args
 from nanoray.cli.run_plan import plan
 from nanoray.config import Config, load_config, make_config
+from nanoray.config.conflict_rows import Conflict, Rule, known_from, spell
 from nanoray.config.conflicts import TABLE, first, refuse, refuse_sharing
-from nanoray.config.rows import Conflict, Rule, known_from, spell
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoray.checkpoint.run import recovers_in_place
+from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.config import Batch, make_config
 from nanoray.config.layout import Layout
 from nanoray.data.sequence_part import SequencePart

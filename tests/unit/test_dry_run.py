@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.bench.held import held_bytes
-from nanoray.cli.forecast.trial import trial_on_fakes
+from nanoray.bench.held_memory import held_bytes
+from nanoray.cli.forecast.probe import probe_on_fakes
 from nanoray.script.dry_run import kept_per_element
 from nanoray.script.engine import RuntimeEngine
 from nanoray.script.run import Run
@@ -145,7 +145,7 @@ def test_bf16_keeps_smaller_activations_and_nothing_is_changed() -> None:
         return nn.functional.mse_loss(model(x), y)
 
     fp32, bf16 = (
-        trial_on_fakes(model, loss, x, x, precision).kept for precision in ("fp32", "bf16")
+        probe_on_fakes(model, loss, x, x, precision).kept for precision in ("fp32", "bf16")
     )
     assert bf16 < fp32
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Batch, make_config
 from nanoray.data.tokens import MicroBatches

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
-from nanoray.faults.plan import DRIVER, Fault, InjectedFault, Injector, append_event, parse_plan
+from nanoray.faults.inject import DRIVER, Fault, InjectedFault, Injector, append_event, parse_plan
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.machine.atomic import read_json_lines
-from nanoray.machine.points import reached, watch
+from nanoray.machine.fault_points import reached, watch
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.train.guard import certificate
+from nanoray.train.guard import state_hashes
 
 
 def a_gpt() -> GPT:
@@ -129,7 +129,7 @@ def append_fault(folder: Path, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("append", "name"), [(append_fault, "faults.jsonl"), (certificate.append, certificate.NAME)]
+    ("append", "name"), [(append_fault, "faults.jsonl"), (state_hashes.append, state_hashes.NAME)]
 )
 def test_a_torn_line_swallows_no_other(
     append: Callable[[Path, dict[str, Any]], None], name: str, tmp_path: Path
@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
         ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
         ("kill@rank=0,step=1,color=red", "there is no key color"),
-        ("nan@rank=0,step=1,phase=meet", "nan of 0 cannot fire at meet; see points.py"),
+        ("nan@rank=0,step=1,phase=meet", "nan of 0 cannot fire at meet; see fault_points.py"),
         ("kill@rank=0,step=1,phase=orders", "kill of 0 cannot fire at orders"),
         ("kill@rank=driver,step=1,phase=forward", "kill of driver cannot fire at forward"),
         ("nan@rank=0,step=1,times=0", "times is at least 1"),
@@ -239,7 +239,7 @@ def test_consequences_are_told_from_causes(error: Exception, collective: bool) -
 STOPS = """
 import os, sys, threading
 from pathlib import Path
-from nanoray.faults.plan import Fault
+from nanoray.faults.inject import Fault
 
 def rank():
     ready.wait()

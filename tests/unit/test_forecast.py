@@ -16,7 +16,7 @@ from nanoray.cli.forecast.layouts import search
 from nanoray.cli.forecast.links import load_topology
 from nanoray.cli.forecast.predict import OnTopology, Speed, predict
 from nanoray.cli.run_plan import forecast_at, known_dataset
-from nanoray.config import load_config, resolve_batch
+from nanoray.config import load_config
 from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
 from nanoray.models.costs import flops_per_token
@@ -106,8 +106,8 @@ def test_without_a_topology_it_is_the_dry_run_of_as_many_workers() -> None:
     config = load_config(
         preset="gpt2-124m", overrides={"tp": 4, "global_batch_size": 12288, "device": "cuda"}
     )
-    batch = resolve_batch(config, 1024)
-    same = dry_run_lines(config, [], batch, known_dataset(config), "ranks that need not exist")
+    layout = Layout.of(config, 4096)
+    same = dry_run_lines(config, [], layout, known_dataset(config), "ranks that need not exist")
     assert found[: len(same)] == same
     # A model without formulas for its layers has a memory, too.
     assert "classes 10" in line(

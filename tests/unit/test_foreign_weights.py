@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanoray.checkpoint.begin import load_weights
 from nanoray.checkpoint.files import load
+from nanoray.checkpoint.init_from import load_weights
 from nanoray.cli import parse_args
 from nanoray.cli.checkpoint import main
 from nanoray.cli.weights import main as weights

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint.run import recovers_in_place
+from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.config import Config, make_config
 from nanoray.config.layout import Layout, split_groups
 from nanoray.errors import ConfigError

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.files import load, open_checkpoint, save
 from nanoray.lab.inspect.__main__ import main
-from nanoray.lab.inspect.batch import measure
-from nanoray.lab.inspect.subject import Subject, find_subject
+from nanoray.lab.inspect.one_batch import measure
+from nanoray.lab.inspect.target import Subject, find_subject
 from nanoray.lab.inspect.tree import dump
 from nanoray.models.build import build_model
 from nanoray.models.precision import autocast

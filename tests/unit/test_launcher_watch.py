@@ -14,7 +14,7 @@ import pytest
 WATCH = """
 import os, sys, threading
 from nanoray.machine.launchers import place_of
-from nanoray.train.launcher import watch_launcher
+from nanoray.train.launcher_watch import watch_launcher
 
 with open(sys.argv[1], "a") as file:
     ended, names = threading.Event(), []

@@ -117,7 +117,7 @@ def test_any_program_runs_without_recovery_in_place() -> None:
 
     Recovery in place stands above it. Only the ways in to our own training join the two.
     """
-    ways_in = {"launch.__main__", "launch.own", "launch.auto"}
+    ways_in = {"launch.__main__", "launch.from_script", "launch.auto"}
     storey = {module for module in MODULES if module.startswith("launch.")} - ways_in
     above = {module for module in storey if module.startswith("launch.recovery.")}
     assert above

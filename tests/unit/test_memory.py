@@ -103,7 +103,8 @@ def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
         )
         shape = ModelShape.of(config, SHAPE.vocab_size)
         batch = Batch(8, 1, 4)
-        memory = rank_memory(config, shape, batch, assume_device(config))
+        layout = Layout.of(config, 4 * config.replica_ranks)
+        memory = rank_memory(config, shape, layout, batch, assume_device(config))
         line = memory_line(config, batch, "fp32", memory)
         found = {
             name: float(size)
@@ -174,14 +175,15 @@ def test_no_stage_needs_more_than_the_one_of_a_dry_run(schedule: str) -> None:
     values = {"n_layer": 8, "n_head": 4, "n_embd": 64, "block_size": 32, "micro_batch_size": 1}
     config = make_config(values | {"pp": 4, "pp_schedule": schedule, "dp_mode": "ddp_by_hand"})
     batch = Batch(1, 8, 1)
-    device = assume_device(config, gpus=False)
+    device, layout = assume_device(config, gpus=False), Layout.of(config, 4)
     # With a small vocabulary one of the first stages needs most, with a large one the last.
     for vocabulary in (64, 4096):
         shape = ModelShape.of(config, vocabulary)
         totals = [
-            sum(rank_memory(config, shape, batch, device, stage).values()) for stage in range(4)
+            sum(rank_memory(config, shape, layout, batch, device, stage).values())
+            for stage in range(4)
         ]
-        stage, parts = largest_rank(config, shape, batch, device)
+        stage, parts = largest_rank(config, shape, layout, batch, device)
         assert sum(parts.values()) == max(totals)
     line = memory_line(config, batch, "fp32", parts, stage)
     assert line.startswith("memory     stage 3, which needs most: ")

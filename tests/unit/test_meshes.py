@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanoray.checkpoint import parts
+from nanoray.checkpoint import sharded_files
 from nanoray.checkpoint.files import Draft, load, save_shared
 from nanoray.checkpoint.state.rank_state import Holding, Share
 from nanoray.checkpoint.state.train_state import TrainState
@@ -160,7 +160,7 @@ def saved_by(mesh: str, folder: Path, change: Callable[[TrainState], None]) -> P
         packed.rng = [{"cpu": torch.get_rng_state()}] * (rank == 0)
         packed.meta |= {"world_size": MESHES[mesh][0], "model_shape": {}}
         if rank:
-            parts.write(draft.temp, rank, packed)
+            sharded_files.write(draft.temp, rank, packed)
         else:
             first.append(packed)
 

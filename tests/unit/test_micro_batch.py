@@ -9,7 +9,7 @@ import pytest
 
 from nanoray.cli import Loaded, parse_args
 from nanoray.config import Batch, batch_for, make_config, micro_batches, resolve_batch
-from nanoray.config.layers import load_config
+from nanoray.config.merge import load_config
 from nanoray.errors import WorkerFailed
 from nanoray.launch import auto
 

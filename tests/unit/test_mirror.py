@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from nanoray.checkpoint.run import recovers_in_place
+from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.config import Config, make_config
 from nanoray.config.layout import Layout, mirror_distance, mirrored
 from nanoray.parallel.pieces import Piece

@@ -10,7 +10,8 @@ import pytest
 
 from nanoray.cli.forecast.dry_run import dry_run_lines
 from nanoray.cli.run_plan import plan
-from nanoray.config import Config, Settings, load_config, make_config, resolve_batch
+from nanoray.config import Config, Settings, load_config, make_config
+from nanoray.config.layout import Layout
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 
@@ -85,7 +86,7 @@ def test_epochs_and_steps_replace_each_other_layer_by_layer(tmp_path: Path) -> N
 
 def test_a_dry_run_counts_images() -> None:
     config = make_config(RESNET | {"optimizer": "sgd", "momentum": 0.9, "max_steps": 10})
-    lines = "\n".join(dry_run_lines(config, [], resolve_batch(config, 2), IMAGES, "here"))
+    lines = "\n".join(dry_run_lines(config, [], Layout.of(config, 2), IMAGES, "here"))
     assert "64 images × 1 accum × 2 dp = 128 images/step, 10 steps = 1,280 images" in lines
     assert "269,722 parameters" in lines
     assert "classes 10" in lines

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.checkpoint.find import check_shape
+from nanoray.checkpoint.resume import check_shape
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.config.layout import Layout
 from nanoray.errors import CheckpointError

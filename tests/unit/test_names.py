@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.checkpoint.run import new_folder
+from nanoray.checkpoint.run_folder import new_folder
 from nanoray.config import load_config, make_config
 from nanoray.config.run import LONGEST_NAME, name_of_file
 from nanoray.errors import ConfigError

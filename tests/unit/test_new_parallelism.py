@@ -62,6 +62,23 @@ XP = Parallelism(
 ''',
 }
 
+# And of CONTRIBUTING.md: a preset is a file of its own, a command one file and a row of the catalog.
+PRESET_AND_COMMAND = {
+    "config/presets/greeting.yaml": "n_layer: 3\nn_head: 2\nn_embd: 32\nmicro_batch_size: 1\n",
+    "cli/greet.py": '''
+"""`nanoray greet`"""
+
+
+def main(argv: list[str]) -> int:
+    """Return a number."""
+    return len(argv)
+''',
+}
+CATALOG = (
+    "COMMANDS = {\n",
+    'COMMANDS = {\n    "greet": CommandLine("train", "nanoray.cli.greet", ""),\n',
+)
+
 # The other files: (an existing text, what takes its place)
 TOUCHED = {
     # The key, and the line that makes it an axis.
@@ -122,17 +139,18 @@ import json
 from pathlib import Path
 
 import nanoray.parallel.plan
+from nanoray.__main__ import main
 from nanoray.bench.strategies import _fits
 from nanoray.lab.check import OF_THE_RUN
 from nanoray.cli import Loaded, Scale, parse_args
-from nanoray.config import make_config, resolve_batch
+from nanoray.config import make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.cli.forecast.dry_run import dry_run_lines
 from nanoray.cli.forecast.job import job_of
 from nanoray.cli.forecast.layouts import candidates, refusal
 from nanoray.cli.run_plan import forecast_at
-from nanoray.lab.inspect.subject import _described
+from nanoray.lab.inspect.target import _described
 from nanoray.lab.inspect.tree import dump
 from nanoray.launch.recovery.shares import no_replica
 from nanoray.config.layout import DIVISIONS, Layout
@@ -143,6 +161,7 @@ config = make_config({**small, "xp": 2})
 layout = Layout.of(config, 8)
 data = DatasetInfo("shakespeare", "", Path(), "uint16", 65, 10**6, 10**3, "", "", {})
 sharded = job_of(make_config({**small, "tp": 1, "dp_mode": "zero1"}), 65, 8)
+greeting = parse_args(["--preset", "greeting", "--device", "cpu"], "nanoray", "")
 loaded = parse_args(["--preset", "tiny", "--device", "cuda", "--xp", "2"], "nanoray", "")
 
 def refused(**values):
@@ -159,7 +178,7 @@ print(json.dumps({
     "place": layout.coords(7)._asdict(),
     "divisions": DIVISIONS,
     "axes": layout.axes,
-    "dry_run": dry_run_lines(config, [], resolve_batch(config, layout.dp), data, ""),
+    "dry_run": dry_run_lines(config, [], layout, data, ""),
     "forecast": forecast_at(loaded, Scale(8, "nvlink-400g", None)),
     "candidates": [str(one) for one in candidates(sharded, 8, 2)],
     "refused_by_search": refusal(sharded, Layout(dp=4, xp=2, replicas=2)),
@@ -168,6 +187,8 @@ print(json.dumps({
     "owner": description["tensors"][0]["owner"],
     "recovery": no_replica(config, [0, 1, 2]),
     "check": OF_THE_RUN,
+    "preset": greeting.config.n_layer,
+    "command": main(["greet", "one", "two"]),
 }))
 """
 
@@ -177,10 +198,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("new")
     copy = folder / "nanoray"
     shutil.copytree(PACKAGE, copy)  # what is compiled, too: a copy has the time of its original
-    for name, text in OWN.items():
+    for name, text in (OWN | PRESET_AND_COMMAND).items():
         assert not (copy / name).exists()
         (copy / name).write_text(text, encoding="utf-8")
-    for name, changes in TOUCHED.items():
+    for name, changes in (TOUCHED | {"cli/catalog.py": [CATALOG]}).items():
         text = (copy / name).read_text(encoding="utf-8")
         for old, new in changes:
             assert text.count(old) == 1, f"{name} has changed: {old!r} is not in it once"
@@ -248,6 +269,11 @@ def test_it_is_in_an_inspection(answers: dict[str, Any]) -> None:
 def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:
     assert "whole number of replicas of 1*2*1*1*2 = cp*tp*pp*ep*xp ranks" in answers["recovery"]
     assert any("--xp N" in flag for flag, _ in answers["check"])
+
+
+def test_a_preset_is_one_file_and_a_command_one_file_and_a_row(answers: dict[str, Any]) -> None:
+    assert answers["preset"] == 3
+    assert answers["command"] == 2
 
 
 # ---- no second list of axes ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from nanoray.config import Batch
 from nanoray.data.tokens import MicroBatches
 from nanoray.script.data.epochs import Epochs
-from nanoray.script.data.source import Items, OwnData, source_of
+from nanoray.script.data.source import Items, ScriptData, source_of
 from nanoray.script.data.stream import Stream
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def noise(workers: int, ranks: int) -> Tensor:
     found = {}
     for rank in range(ranks):
         loader = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers)
-        data = OwnData(loader, None, 7, 2, CPU, (rank, ranks))
+        data = ScriptData(loader, None, 7, 2, CPU, (rank, ranks))
         batch = Batch(2, 6 // ranks, ranks)
         data.divide(batch, rank)
         batches = MicroBatches(data, batch, rank)
@@ -102,7 +102,7 @@ x, y, image = torch.zeros(5, 3), torch.zeros(5), torch.zeros(3, 8, 8)
 SCRIPT = """
 import os, sys, time, torch
 from torch.utils.data import DataLoader
-from nanoray.script.data.source import OwnData
+from nanoray.script.data.source import ScriptData
 
 class Pids(torch.utils.data.Dataset):
     def __len__(self):
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     loader = DataLoader(
         Pids(), batch_size=2, sampler=sampler, num_workers=2, multiprocessing_context=how
     )
-    data = OwnData(loader, None, 0, 2, torch.device("cpu"))
+    data = ScriptData(loader, None, 0, 2, torch.device("cpu"))
     pids = [data.train_batch(first, 2)[0][0].item() for first in (0, 2)]
     print(*pids, flush=True)
     time.sleep(60)

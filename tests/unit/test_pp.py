@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanoray.checkpoint.run import recovers_in_place
+from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.config import make_config
 from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError

@@ -216,9 +216,10 @@ def test_what_stages_keep_in_flight() -> None:
     assert kept("1f1b", 2) == [2, 2, 2, 1]
     assert kept("interleaved", 8, 2) == [11, 9, 7, 5]
     some = job(64)
-    config, batch = some.config_at(Layout(dp=2, pp=4)), Batch(1, 32, 2)
+    layout = Layout(dp=2, pp=4)
+    config, batch = some.config_at(layout), Batch(1, 32, 2)
     device = AssumedDevice("cpu", "fp32", 0.05, mirrored=False)
-    first, last = (rank_memory(config, SHAPE, batch, device, stage) for stage in (0, 3))
+    first, last = (rank_memory(config, SHAPE, layout, batch, device, stage) for stage in (0, 3))
     one = activation_memory(replace(SHAPE, n_layer=1), 1, "fp32")
     layer = (
         activation_memory(replace(SHAPE, n_layer=2), 1, "fp32")["activations"] - one["activations"]

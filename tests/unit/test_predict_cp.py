@@ -37,7 +37,7 @@ def job(sequences: int = 64, precision: str = "fp32", tokens: int = 16, **settin
 def rank_memory_of(some: Job, layout: Layout, micro: int, stage: int) -> dict[str, int]:
     batch = Batch(micro, some.sequences // (layout.dp * micro), layout.dp)
     device = AssumedDevice("cpu", some.precision, some.bucket_mb, mirrored=False)
-    return rank_memory(some.config_at(layout), some.shape, batch, device, stage)
+    return rank_memory(some.config_at(layout), some.shape, layout, batch, device, stage)
 
 
 # What travels

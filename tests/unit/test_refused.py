@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import nanoray
-from nanoray.checkpoint.folder import discard_refused
-from nanoray.checkpoint.run import RunSpec
-from nanoray.cli.folder import open_run
+from nanoray.checkpoint.refused_run import discard_refused
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
-from nanoray.data.dataset import own_data
-from nanoray.launch.own import launch_own
+from nanoray.data.dataset import script_data
+from nanoray.launch.from_script import launch_from_script
 from nanoray.script.settings import DEFAULTS
 
 SETTINGS: dict[str, Any] = {"workers": 1, "micro_batch_size": 4, "log_every": 1, "max_steps": 2}
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {"workers": 1, "micro_batch_size": 4, "log_every": 1,
 
 def opened(tmp_path: Path) -> RunSpec:
     config = make_config({**DEFAULTS, "out_dir": str(tmp_path / "runs")})
-    return open_run(config, own_data(), time.time())
+    return open_run(config, script_data(), time.time())
 
 
 def wrote(name: str) -> Callable[[RunSpec], None]:
@@ -111,7 +111,7 @@ def broken(run: nanoray.Run) -> None:
 
 def runs_after(tmp_path: Path, main: Callable[[Any], None], **settings: Any) -> list[Path]:
     config = SETTINGS | {"out_dir": str(tmp_path / "runs")} | settings
-    assert launch_own(main, config, ray=False) != 0
+    assert launch_from_script(main, config, ray=False) != 0
     return list((tmp_path / "runs").iterdir())
 
 

@@ -15,7 +15,7 @@ from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.models.resnet_costs import count_parameters, flops_per_image
 from nanoray.parallel.axis import data_axis
 from nanoray.parallel.mesh import Mesh
-from nanoray.parallel.statistics import RunningStatistics
+from nanoray.parallel.running_statistics import RunningStatistics
 
 ALONE = data_axis(Mesh(0, 1, 0, torch.device("cpu"), "none", "alone"))
 

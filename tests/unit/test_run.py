@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 
-from nanoray.checkpoint.run import (
+from nanoray.checkpoint.run_folder import (
     RunSpec,
     lock_run,
     read_attempt,
     write_attempt,
 )
 from nanoray.cli import parse_args
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from tests.harness.messages import find_line
 from tests.harness.ranks import make_spec, run_ranks
 
-HOLD = "import sys, time; from pathlib import Path; from nanoray.checkpoint.run import lock_run\n"
+HOLD = "import sys, time; from pathlib import Path; from nanoray.checkpoint.run_folder import lock_run\n"
 HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 
 

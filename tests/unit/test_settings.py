@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoray.cli import parse_args
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.cli.opening import Opening, with_precision
 from nanoray.config import Settings, load_settings, make_config
 from nanoray.config.layout import Layout

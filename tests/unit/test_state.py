@@ -20,7 +20,7 @@ from nanoray.config import Batch, make_config
 from nanoray.errors import StateDiverged
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.mesh import Mesh
-from nanoray.train.fetch import share
+from nanoray.train.broadcast_state import broadcast_state
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards
 
@@ -233,11 +233,11 @@ class WireMesh(Mesh):
 def test_a_newcomer_gets_everything_and_a_tied_weight_once(steps: int) -> None:
     first, second, wire = a_state(1, steps), a_state(2), Wire()
     first.session.record, first.session.current = {"step": steps}, steps + 1
-    share(first, WireMesh(0, wire), 0)
+    broadcast_state(first, WireMesh(0, wire), 0)
     assert len(wire.tensors) == len(
         {p.data_ptr() for p in first.pack().model.values()}
     ) + 3 * 3 * bool(steps)
-    share(second, WireMesh(1, wire), 0)
+    broadcast_state(second, WireMesh(1, wire), 0)
     assert same(first, second)
     assert second.model.head.weight is second.model.emb.weight
     assert (second.step, second.samples) == (first.step, first.samples)
@@ -306,9 +306,9 @@ def test_each_part_is_saved_received_and_compared(what: Callable[[TrainState], A
     loaded = a_state(2, fp16=True)
     loaded.load(through_json(first.pack()))
     wire = Wire()
-    share(first, WireMesh(0, wire), 0)
+    broadcast_state(first, WireMesh(0, wire), 0)
     received = a_state(2, fp16=True)
-    share(received, WireMesh(1, wire), 0)
+    broadcast_state(received, WireMesh(1, wire), 0)
     for state in (loaded, received):
         if what in TENSORS:
             assert torch.equal(what(state), what(first))

@@ -20,7 +20,6 @@ import torch
 from nanoray.cli.forecast.job import Job
 from nanoray.config import Config, load_config
 from nanoray.config.choose import cannot_compile
-from nanoray.lab.tune.asked import KNOB_NAMES, MASKS, NORMS
 from nanoray.lab.tune.knobs import (
     ALWAYS,
     Choice,
@@ -30,6 +29,7 @@ from nanoray.lab.tune.knobs import (
     memory_bytes,
     options,
 )
+from nanoray.lab.tune.request import KNOB_NAMES, MASKS, NORMS
 from nanoray.lab.tune.result import closing_lines, tuned_values, write_results
 from nanoray.lab.tune.search import FINAL_TURNS, Search, is_faster
 from nanoray.lab.tune.trials import STOPPED, SearchEnded, Trial, Trials

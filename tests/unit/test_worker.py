@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
 from nanoray.faults import exit_record
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.recovery.script import PackedScript
+from nanoray.launch.recovery.pickled_script import PackedScript
 from nanoray.launch.recovery.worker import LostPeer, Worker
 from nanoray.parallel.mesh import _MEETINGS
 from nanoray.parallel.rendezvous import Order, Rendezvous
@@ -364,7 +364,7 @@ FROZEN = """
 import time
 from nanoray.launch.recovery import silence
 silence.FROZEN_S = 0.4
-own = silence.OwnTime()
+own = silence.UnfrozenClock()
 for _ in range(2):
     print(own.monotonic(), time.monotonic(), flush=True)
     input()

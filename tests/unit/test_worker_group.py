@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
-from nanoray.checkpoint.run import recovers_in_place
+from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog

@@ -21,9 +21,9 @@ import ray
 import ray.train
 import ray.train.torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli import parse_args
-from nanoray.cli.folder import open_run
+from nanoray.cli.open_folder import open_run
 from nanoray.config.layout import Layout
 from nanoray.data.prepare import prepare
 from nanoray.errors import NanorayError

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoray.checkpoint.manifest import MANIFEST, STEP_NAME, Damage, parse_manifest
-from nanoray.checkpoint.run import lock_run
+from nanoray.checkpoint.run_folder import lock_run
 from nanoray.checkpoint.upload.send import is_record, step_of
 from nanoray.config import Settings, recipe_of
 from nanoray.data.dataset import DatasetInfo
@@ -98,7 +98,7 @@ def _fitting_runs(url: str, recipe: Mapping[str, Any], notes: list[str]) -> list
 
     Adds a note for each other one.
     """
-    from nanoray.checkpoint.find import differences  # imports torch
+    from nanoray.checkpoint.resume import differences  # imports torch
 
     store = Store(url)
     started = {}

@@ -13,13 +13,13 @@ from nanoray.cli.forecast.layouts import search
 from nanoray.cli.forecast.links import Topology
 from nanoray.cli.forecast.predict import OnTopology, Prediction, Speed, predict
 from nanoray.cli.forecast.rank_memory import GB, largest_rank, memory_line, rank_sizes
-from nanoray.config import Batch, Config
+from nanoray.config import Batch, Config, resolve_batch
 from nanoray.config.layout import Layout
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.lengths import format_lengths
 from nanoray.machine.text import aligned
 from nanoray.models import costs, resnet_costs
-from nanoray.models.build import OwnShape, shape_of
+from nanoray.models.build import ScriptShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.schedules import waited
 
@@ -29,7 +29,7 @@ MOST_LAYOUTS = 3  # of the search, that are listed
 def dry_run_lines(
     config: Config,
     notes: Sequence[str],
-    batch: Batch,
+    layout: Layout,
     dataset: DatasetInfo,
     placement: str,
     memory_gb: float | None = None,
@@ -40,10 +40,10 @@ def dry_run_lines(
     `memory_gb`: the memory of a rank's device, in 1e9 bytes. `on_gpus`: see `assume_device`.
     """
     shape = shape_of(config, dataset.vocab_size)
-    assert not isinstance(shape, OwnShape), "script/dry_run.py describes a script's own model"
-    layout = Layout.of(config, batch.dp * config.replica_ranks)
+    assert not isinstance(shape, ScriptShape), "script/dry_run.py describes a script's own model"
+    batch = resolve_batch(config, layout.dp)
     device = assume_device(config, on_gpus)
-    stage, parts = largest_rank(config, shape, batch, device)
+    stage, parts = largest_rank(config, shape, layout, batch, device)
 
     if isinstance(shape, ModelShape):
         classes = "vocabulary"
@@ -108,7 +108,7 @@ def _pipeline(config: Config, batch: Batch) -> list[str]:
 def step_lines(
     config: Config,
     dataset: DatasetInfo,
-    batch: Batch,
+    layout: Layout,
     topology: Topology,
     memory_gb: float | None,
 ) -> list[str]:
@@ -116,8 +116,8 @@ def step_lines(
 
     Raises ConfigError for a model that has no formulas.
     """
+    batch = resolve_batch(config, layout.dp)
     job = job_of(config, dataset.vocab_size, batch.global_size, on_gpus=True)
-    layout = Layout.of(config, batch.dp * config.replica_ranks)
     ranks = layout.world_size
     network = OnTopology(topology)
     speed = Speed.of(topology)

@@ -16,9 +16,9 @@ from nanoray.cli.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.cli.forecast.predict import Network, Prediction, Speed, predict
 from nanoray.cli.forecast.rank_memory import fits, memory_of
 from nanoray.config import micro_batches
+from nanoray.config.conflict_sizes import undivided_by_tp
 from nanoray.config.conflicts import first
 from nanoray.config.layout import Layout
-from nanoray.config.sizes import undivided_by_tp
 
 
 def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Iterable[Layout]:

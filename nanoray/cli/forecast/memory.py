@@ -15,7 +15,7 @@ each has its own buckets. With hybrid sharding (--replicas R) n is the ranks of 
 another group stands in for a mirror. A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of
 optimizer and, with fsdp and of experts that no other rank has, 4/n of weights.
 
-`held_bytes` (bench/held.py) counts the real storages. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
+`held_bytes` (bench/held_memory.py) counts the real storages. The table: Rajbhandari et al. 2020, ZeRO, figure 1.
 """
 
 from __future__ import annotations

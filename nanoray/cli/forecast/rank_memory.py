@@ -35,13 +35,13 @@ MOST_MIB = 10_000  # larger sizes are written in GB
 def rank_memory(
     config: Config,
     shape: ModelShape | ResNetShape,
+    layout: Layout,
     batch: Batch,
     device: AssumedDevice,
     stage: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of a rank of `stage` by part: see `state_memory` and `activation_memory`."""
     # Data replicas and parts of sequences share one copy of the state, or those of one group do.
-    layout = Layout.of(config, batch.dp * config.replica_ranks)
     shared_by = layout.shard_size
     sizes = rank_sizes(config, shape, layout, stage)
     state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
@@ -50,7 +50,11 @@ def rank_memory(
 
 
 def largest_rank(
-    config: Config, shape: ModelShape | ResNetShape, batch: Batch, device: AssumedDevice
+    config: Config,
+    shape: ModelShape | ResNetShape,
+    layout: Layout,
+    batch: Batch,
+    device: AssumedDevice,
 ) -> tuple[int, dict[str, int]]:
     """Return the stage whose rank needs most, and the bytes of that rank by part.
 
@@ -60,7 +64,7 @@ def largest_rank(
     largest = 0
     most: dict[str, int] = {}
     for stage in sorted({0, min(1, config.pp - 1), config.pp - 1}):
-        parts = rank_memory(config, shape, batch, device, stage)
+        parts = rank_memory(config, shape, layout, batch, device, stage)
         if sum(parts.values()) > sum(most.values()):
             largest, most = stage, parts
     return largest, most
@@ -70,7 +74,7 @@ def memory_of(job: Job, layout: Layout, micro: int) -> dict[str, int]:
     """Return the bytes of the rank that needs most, with micro batches of `micro` sequences."""
     batch = Batch(micro, job.sequences // (layout.dp * micro), layout.dp)
     device = AssumedDevice("", job.precision, job.bucket_mb, job.mirrored)
-    return largest_rank(job.config_at(layout), job.shape, batch, device)[1]
+    return largest_rank(job.config_at(layout), job.shape, layout, batch, device)[1]
 
 
 def fits(parts: Mapping[str, int], memory_gb: float | None) -> bool:

@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nanoray.checkpoint.run import newest_record
+from nanoray.checkpoint.run_folder import newest_record
 from nanoray.cli import (
     RUNS,
     Parser,
@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
     # Imported late: --help must not wait for torch.
     from nanoray.checkpoint.tensorfile import plain
-    from nanoray.lab.inspect.batch import run_batch
-    from nanoray.lab.inspect.subject import find_subject
+    from nanoray.lab.inspect.one_batch import run_batch
+    from nanoray.lab.inspect.target import find_target
     from nanoray.lab.inspect.text import lines
     from nanoray.lab.inspect.tree import dump
     from nanoray.observe.watch.dangers import FILE
@@ -82,13 +82,13 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
     # What is known without computing anything, then what the run's folder and --verify add.
     target = _choose_target(args.target)
-    subject = find_subject(target, flags, args.world_size, args.function, args.verify)
-    description = dump(subject)
+    inspected = find_target(target, flags, args.world_size, args.function, args.verify)
+    description = dump(inspected)
     run = run_folder_of(target) if Path(target).expanduser().is_dir() else None
     if run:
         description["statistics"] = newest_record(run, FILE)
     if args.verify:
-        description["verify"] = run_batch(subject, description)
+        description["verify"] = run_batch(inspected, description)
 
     print("\n".join(lines(description)))
     if args.json:

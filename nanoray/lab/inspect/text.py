@@ -52,7 +52,7 @@ def figures_of(description: dict[str, Any]) -> dict[str, str]:
     if description["checkpoint"]:
         weights = f"{description['checkpoint']}, step {description['step']}"
 
-    # FLOPs: counted by a trial, if there was one, and by the formula.
+    # FLOPs: counted by a pass, if there was one, and by the formula.
     forward = sum(row["forward_flops"] for row in description["modules"])
     backward = sum(row["backward_flops"] for row in description["modules"])
     counted = "not counted"

@@ -13,12 +13,12 @@ from nanoray.checkpoint.state.optimizers import name_of
 from nanoray.cli.forecast.job import assume_device
 from nanoray.cli.forecast.owners import Holder, holders_of
 from nanoray.cli.forecast.parallelisms.registry import PARALLELISMS
+from nanoray.cli.forecast.probe import Seen, WatchedPass, probe_on_fakes
 from nanoray.cli.forecast.rank_memory import largest_rank, memory_line
-from nanoray.cli.forecast.trial import Seen, TrialPass, trial_on_fakes
 from nanoray.config.layout import Coords, Layout
 from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
-from nanoray.lab.inspect.subject import Subject
+from nanoray.lab.inspect.target import InspectTarget
 from nanoray.machine.script_errors import one_line
 from nanoray.models import costs, resnet_costs
 from nanoray.models.gpt import ModelShape
@@ -26,40 +26,40 @@ from nanoray.models.resnet import ResNetShape
 from nanoray.parallel.pieces import Box, Piece
 
 
-def dump(subject: Subject) -> dict[str, Any]:
+def dump(target: InspectTarget) -> dict[str, Any]:
     """Return a description of a model without computing anything. Raises ConfigError."""
-    config = subject.config
-    layout = subject.layout
-    batch = subject.batch
-    notes = [*subject.notes]
+    config = target.config
+    layout = target.layout
+    batch = target.batch
+    notes = [*target.notes]
 
-    # Shapes, connections and counts come from a trial on fake tensors, where one is possible.
-    trial = None
+    # Shapes, connections and counts come from a pass on fake tensors, where one is possible.
+    watched = None
     try:
-        trial = trial_on_fakes(
-            subject.model, subject.loss, *subject.example, config.precision, backward=True
+        watched = probe_on_fakes(
+            target.model, target.loss, *target.example, config.precision, backward=True
         )
     except Exception as error:
         # Any exception: a model that reads values, such as `.item()`, fails on fake tensors.
-        # It may still run on real ones, so the dump goes on without what the trial gives.
+        # It may still run on real ones, so the dump goes on without what the pass gives.
         notes.append(
-            "tree without shapes, connections and counts: a trial on fake tensors failed "
+            "tree without shapes, connections and counts: a pass on fake tensors failed "
             f"({one_line(error)}); --verify has them"
         )
 
-    unit, units_per_sample = _unit(subject)
+    unit, units_per_sample = _unit(target)
 
     # A script brings its optimizer as an object; any other model's is a name.
     optimizer: str = config.optimizer
-    if subject.optimizer:
-        optimizer = name_of(subject.optimizer)
+    if target.optimizer:
+        optimizer = name_of(target.optimizer)
     checkpoint = None
-    if subject.checkpoint:
-        checkpoint = str(subject.checkpoint)
+    if target.checkpoint:
+        checkpoint = str(target.checkpoint)
     step = None
-    if subject.state:
-        step = subject.state.meta["step"]
-    loss_reads = trial.loss_reads if trial else None
+    if target.state:
+        step = target.state.meta["step"]
+    loss_reads = watched.loss_reads if watched else None
     dp_mode: str = config.dp_mode
     if layout.size_of("dp_cp") == 1:
         dp_mode = "one data rank"
@@ -67,25 +67,25 @@ def dump(subject: Subject) -> dict[str, Any]:
     # The keys are the JSON's; scripts of users read them.
     return {
         "nanoray": __version__,
-        "subject": subject.title,
+        "subject": target.title,
         "checkpoint": checkpoint,
         "step": step,
-        "model": type(subject.model).__name__,
-        "shape": subject.shape.to_dict(),
-        "parameters": sum(p.numel() for p in subject.model.parameters()),
+        "model": type(target.model).__name__,
+        "shape": target.shape.to_dict(),
+        "parameters": sum(p.numel() for p in target.model.parameters()),
         "precision": config.precision,
-        "why_precision": subject.why,
+        "why_precision": target.why,
         "device": config.device,
         "ranks": layout.world_size,
         "layout": layout.sizes(),
         "dp_mode": dp_mode,
         "optimizer": optimizer,
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
-        "flops_by_formula": _flops(subject),
-        "memory": _memory(subject),
-        "modules": modules_of(subject, trial),
+        "flops_by_formula": _flops(target),
+        "memory": _memory(target),
+        "modules": modules_of(target, watched),
         "loss_reads": loss_reads,
-        "tensors": tensors_of(subject, notes),
+        "tensors": tensors_of(target, notes),
         "notes": notes,
         # Sections that a flag asks for, or that only a run has.
         "verify": None,
@@ -93,43 +93,43 @@ def dump(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _unit(subject: Subject) -> tuple[str, int]:
+def _unit(target: InspectTarget) -> tuple[str, int]:
     """Return the unit in which a batch is counted, and the units of one sample."""
-    if isinstance(subject.shape, ModelShape):
-        return "tokens", subject.shape.block_size
-    if isinstance(subject.shape, ResNetShape):
+    if isinstance(target.shape, ModelShape):
+        return "tokens", target.shape.block_size
+    if isinstance(target.shape, ResNetShape):
         return "images", 1
     return "samples", 1
 
 
-def _flops(subject: Subject) -> int | None:
+def _flops(target: InspectTarget) -> int | None:
     """Return the FLOPs of forward and backward of a micro batch, by the formula of MFU."""
-    if isinstance(subject.shape, ModelShape):
-        return subject.batch.micro * subject.shape.block_size * costs.flops_per_token(subject.shape)
-    if isinstance(subject.shape, ResNetShape):
-        return subject.batch.micro * resnet_costs.flops_per_image(subject.shape)
+    if isinstance(target.shape, ModelShape):
+        return target.batch.micro * target.shape.block_size * costs.flops_per_token(target.shape)
+    if isinstance(target.shape, ResNetShape):
+        return target.batch.micro * resnet_costs.flops_per_image(target.shape)
     return None
 
 
-def _memory(subject: Subject) -> str | None:
+def _memory(target: InspectTarget) -> str | None:
     """Return the line of a dry run on the memory of the rank that needs most."""
-    config = subject.config
-    batch = subject.batch
-    shape = subject.shape
+    config = target.config
+    batch = target.batch
+    shape = target.shape
     # There are no formulas for the activations of a script's own model.
     if not isinstance(shape, ModelShape | ResNetShape):
         return None
     device = assume_device(config)
-    stage, parts = largest_rank(config, shape, batch, device)
+    stage, parts = largest_rank(config, shape, target.layout, batch, device)
     line = memory_line(config, batch, device.precision, parts, stage)
     # The caller writes the label itself.
     return line.removeprefix("memory").lstrip()
 
 
-def modules_of(subject: Subject, trial: TrialPass | None) -> list[dict[str, Any]]:
-    """Return the modules in the model's order, each with what a trial recorded of it."""
+def modules_of(target: InspectTarget, watched: WatchedPass | None) -> list[dict[str, Any]]:
+    """Return the modules in the model's order, each with what a pass recorded of it."""
     rows = []
-    for name, module in subject.model.named_modules():
+    for name, module in target.model.named_modules():
         # Only a module's direct parameters, so that the rows add up to the model.
         own = dict(module.named_parameters(recurse=False))
         depth = 0  # of the model itself, whose name is empty
@@ -143,8 +143,8 @@ def modules_of(subject: Subject, trial: TrialPass | None) -> list[dict[str, Any]
             "parameters": sum(p.numel() for p in own.values()),
             "weights": {key: [*p.shape] for key, p in own.items()},
         }
-        # Without a trial the row has the same keys, with empty values.
-        seen = trial.seen[name] if trial else Seen()
+        # Without a pass the row has the same keys, with empty values.
+        seen = watched.seen[name] if watched else Seen()
         rows.append(row | asdict(seen))
     return rows
 
@@ -159,19 +159,19 @@ def layer_of(name: str) -> str:
 # Tensors and their owners.
 
 
-def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
+def tensors_of(target: InspectTarget, notes: list[str]) -> list[dict[str, Any]]:
     """Return parameters and buffers with the ranks that hold and update each piece of them."""
-    model = subject.model
-    layout = subject.layout
-    config = subject.config
+    model = target.model
+    layout = target.layout
+    config = target.config
     device = assume_device(config)
     saved: Mapping[str, Tensor] = {}
-    if subject.state:
-        saved = subject.state.model
+    if target.state:
+        saved = target.state.model
 
     # A layout that does not fit this model has no owners; the rest of the dump is still of use.
     try:
-        holders = holders_of(config, layout, device.bucket_mb, subject.at)
+        holders = holders_of(config, layout, device.bucket_mb, target.at)
     except ConfigError as error:
         notes.append(f"without owners: {error}")
         holders = []

@@ -35,20 +35,20 @@ from nanoray.cli import (
 from nanoray.errors import ConfigError
 from nanoray.lab.replay import bisect
 from nanoray.lab.replay.again import doubts, reenact, refuse, start_before
-from nanoray.lab.replay.past import (
+from nanoray.lab.replay.player import Witness
+from nanoray.lab.replay.recorded import (
     LIMITS,
-    Past,
+    RecordedRun,
     compared,
     differences,
     format_difference,
     matters,
-    read_past,
+    read_recorded,
     tensors_apart,
 )
-from nanoray.lab.replay.player import Witness
 from nanoray.machine.atomic import replace_bytes
-from nanoray.train.guard.certificate import format_hash
 from nanoray.train.guard.replicas import hash_tensors
+from nanoray.train.guard.state_hashes import format_hash
 
 
 def make_parser() -> Parser:
@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    run = read_past(find_run_folder(args.run))
+    run = read_recorded(find_run_folder(args.run))
     step = args.step
     start = start_before(run, step)
     steps = range(start + 1, step + 1)
@@ -163,7 +163,7 @@ def _check(args: argparse.Namespace, ranks: int) -> None:
         raise ConfigError(f"--keep {args.keep} is not empty; give another folder")
 
 
-def _print_values(again: Past, run: Past, step: int) -> None:
+def _print_values(again: RecordedRun, run: RecordedRun, step: int) -> None:
     """Print each value of the step as computed again and as recorded."""
     recorded = run.values(step)
     for name, value in again.values(step).items():

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.config.layout import DIVISIONS, Layout
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, DataError, NanorayError
-from nanoray.lab.replay.past import Past, read_past
 from nanoray.lab.replay.player import OneProcess, Witness
+from nanoray.lab.replay.recorded import RecordedRun, read_recorded
 from nanoray.machine.atomic import write_json
 from nanoray.machine.interfaces import LOOPBACK
 from nanoray.parallel.mesh import Mesh
@@ -41,7 +41,7 @@ QUIETLY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def start_before(run: Past, step: int) -> int:
+def start_before(run: RecordedRun, step: int) -> int:
     """Return the step of the newest checkpoint before `step`, or 0 for a run that began there.
     Raises ConfigError.
     """
@@ -63,7 +63,7 @@ def start_before(run: Past, step: int) -> int:
     return max(starts)
 
 
-def refuse(run: Past, steps: range) -> None:
+def refuse(run: RecordedRun, steps: range) -> None:
     """Raise ConfigError when one process cannot play the ranks of a run in these steps."""
     for group in _groups(run, steps):
         config = group["config"]
@@ -90,7 +90,7 @@ def refuse(run: Past, steps: range) -> None:
             )
 
 
-def doubts(run: Past, steps: range, processes: bool) -> list[str]:
+def doubts(run: RecordedRun, steps: range, processes: bool) -> list[str]:
     """Return why a re-enactment here may differ from the run in its last bits.
 
     Empty if equal bits are promised.
@@ -126,23 +126,23 @@ def doubts(run: Past, steps: range, processes: bool) -> list[str]:
 
 
 def reenact(
-    run: Past,
+    run: RecordedRun,
     start: int,
     last: int,
     folder: Path,
     processes: bool = False,
     witness: Witness | None = None,
-) -> Past:
+) -> RecordedRun:
     """Do the steps after `start` up to `last` again in `folder`, and return their records.
 
     `start` is 0, or the step of a checkpoint. Raises NanorayError.
     """
     source = run.checkpoints.get(start) or (run.origin if start else None)
-    found: Past | None = None
+    found: RecordedRun | None = None
     for group in _groups(run, range(start + 1, last + 1)):
         # A step can belong to one group only, so each part stops where the next group begins.
         ends = [
-            other["group"] for other in run.certificate.groups if other["group"] > group["group"]
+            other["group"] for other in run.state_hashes.groups if other["group"] > group["group"]
         ]
         config = Config(**group["config"]).model_copy(
             update={**QUIETLY, "stop_at": min([last, *ends])}
@@ -150,17 +150,17 @@ def reenact(
         into = folder / f"from_{found.last if found else start}"
         into.mkdir(parents=True, exist_ok=True)
         play = _by_processes if processes else _in_one_process
-        newest = read_past(play(run.spec, config, group, source, into, witness))
+        newest = read_recorded(play(run.spec, config, group, source, into, witness))
         if found:
             # Each part has a folder of its own, so the result is merged part by part.
             newest.records = found.records | newest.records
-            newest.certificate.states = found.certificate.states | newest.certificate.states
+            newest.state_hashes.states = found.state_hashes.states | newest.state_hashes.states
         found, source = newest, newest.checkpoints[newest.last]
     assert found
     return found
 
 
-def _groups(run: Past, steps: range) -> list[dict[str, Any]]:
+def _groups(run: RecordedRun, steps: range) -> list[dict[str, Any]]:
     """Return the record of each group of ranks that did some of these steps."""
     groups: list[dict[str, Any]] = []
     for step in steps:

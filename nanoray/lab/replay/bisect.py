@@ -17,14 +17,14 @@ from pathlib import Path
 from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.lab.replay.again import doubts, reenact, refuse
-from nanoray.lab.replay.past import (
+from nanoray.lab.replay.recorded import (
     Difference,
-    Past,
+    RecordedRun,
     compared,
     differences,
     format_difference,
     matters,
-    read_past,
+    read_recorded,
     tensors_apart,
 )
 
@@ -61,13 +61,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    a = read_past(find_run_folder(args.a))
+    a = read_recorded(find_run_folder(args.a))
     if args.b:
-        return _two(a, read_past(find_run_folder(args.b)))
+        return _two(a, read_recorded(find_run_folder(args.b)))
     return _one(a, args.processes)
 
 
-def _two(a: Past, b: Past) -> int:
+def _two(a: RecordedRun, b: RecordedRun) -> int:
     """Compare two runs by what both have kept."""
     print(
         "\n".join(_setups(a, b))
@@ -76,7 +76,7 @@ def _two(a: Past, b: Past) -> int:
     last = min(a.last, b.last)
     # Two ranks give the same sum in any order; more ranks need the same backend as well.
     sums = {
-        (group["ranks"], group["backend"]) for run in (a, b) for group in run.certificate.groups
+        (group["ranks"], group["backend"]) for run in (a, b) for group in run.state_hashes.groups
     }
     exact = len(sums) == 1 or max(ranks for ranks, _ in sums) <= 2
     wrong = [d for d in differences(a, b, range(1, last + 1)) if matters(d, False, exact)]
@@ -85,7 +85,7 @@ def _two(a: Past, b: Past) -> int:
     return _report(a, b, range(1, last + 1), wrong, both)
 
 
-def _one(run: Past, processes: bool) -> int:
+def _one(run: RecordedRun, processes: bool) -> int:
     """Compare a run with its re-enactment, from one checkpoint to the next."""
     starts = sorted(run.starts)
     if not starts or starts[0] >= run.last:
@@ -116,9 +116,9 @@ def _one(run: Past, processes: bool) -> int:
     return 0
 
 
-def _setups(a: Past, b: Past) -> list[str]:
+def _setups(a: RecordedRun, b: RecordedRun) -> list[str]:
     """Return a line for each difference of the two runs' configurations, data and machines."""
-    ours, theirs = (run.certificate.groups[0] for run in (a, b))
+    ours, theirs = (run.state_hashes.groups[0] for run in (a, b))
     found = [
         (key, ours[key], theirs[key])
         for key in ours
@@ -135,7 +135,9 @@ def _setups(a: Past, b: Past) -> list[str]:
     return [f"setup    {key}: {x!r} and {y!r}" for key, x, y in found if x != y]
 
 
-def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[int]) -> int:
+def _report(
+    a: RecordedRun, b: RecordedRun, steps: range, wrong: list[Difference], both: list[int]
+) -> int:
     """Print where two runs differ first; return the exit code."""
     apart: list[str] = []
     for step in both:
@@ -168,14 +170,14 @@ def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[
     return 1
 
 
-def _rank(a: Past, b: Past, at: list[Difference]) -> str:
+def _rank(a: RecordedRun, b: RecordedRun, at: list[Difference]) -> str:
     """Name the rank of the first difference."""
     step = at[0].step
 
     # The loss of a rank before any sum points at it most clearly.
     losses = [d.rank for d in at if d.what.startswith("own loss")]
     if losses:
-        ranks = len(a.certificate.states[step]["losses"])
+        ranks = len(a.state_hashes.states[step]["losses"])
         if len(losses) < ranks:
             return f"{_list(losses)}: its own loss alone differs"
         if ranks == 1:
@@ -185,9 +187,9 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
         )
 
     # Next a rank whose state is not one of the other run's.
-    digests = [{*run.certificate.states.get(step, {}).get("ranks", ())} for run in (a, b)]
+    digests = [{*run.state_hashes.states.get(step, {}).get("ranks", ())} for run in (a, b)]
     for run, others in ((a, digests[1]), (b, digests[0])):
-        own = run.certificate.states.get(step, {}).get("ranks", [])
+        own = run.state_hashes.states.get(step, {}).get("ranks", [])
         strays = [rank for rank, digest in enumerate(own) if digest not in others]
         if 0 < len(strays) < len(own):
             return f"{_list(strays)} of {run.folder.name}: its state alone is not that of the other run"
@@ -195,7 +197,7 @@ def _rank(a: Past, b: Past, at: list[Difference]) -> str:
     # Last a rank whose replica differs within its own run.
     apart = [d.rank for d in at if d.tensor]
     if apart:
-        ranks = max(len(run.certificate.states[step].get("ranks", ())) for run in (a, b))
+        ranks = max(len(run.state_hashes.states[step].get("ranks", ())) for run in (a, b))
         if 2 * len(apart) < ranks:
             return f"{_list(apart)}: its state is not that of the run's other ranks"
         return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from nanoray.config import Batch, Config
 from nanoray.data.tokens import MicroBatches
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.machine.compat import foreach_add_
 from nanoray.models.weighted import mean_of
 from nanoray.parallel.ddp import TorchDDP

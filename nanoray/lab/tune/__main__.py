@@ -10,9 +10,9 @@ from pathlib import Path
 
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.errors import ConfigError
-from nanoray.lab.tune.asked import KNOB_NAMES, MAY
 from nanoray.lab.tune.command import BUDGET_S, require_words, start
 from nanoray.lab.tune.program import Tuning
+from nanoray.lab.tune.request import KNOB_NAMES, MAY
 
 PAGE = Page(
     "Find the fastest way to train a recipe here: real steps of many settings, side by side. Losses "

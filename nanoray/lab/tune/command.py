@@ -11,9 +11,9 @@ from typing import Any
 
 from nanoray.cli import Loaded
 from nanoray.errors import ConfigError, WorkerFailed
-from nanoray.lab.tune.asked import MAY
 from nanoray.lab.tune.program import Tuning
-from nanoray.launch.own import refuse_both
+from nanoray.lab.tune.request import MAY
+from nanoray.launch.from_script import refuse_both
 from nanoray.machine.atomic import read_json
 from nanoray.machine.launchers import place_of
 from nanoray.script.settings import loaded_of, refuse_while_spawned

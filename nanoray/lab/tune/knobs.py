@@ -23,7 +23,7 @@ from nanoray.config.layout import Layout
 from nanoray.config.load import make_config
 from nanoray.config.mesh import AXES, SHARDS_STATE
 from nanoray.errors import ConfigError
-from nanoray.lab.tune.asked import COMPRESSION, MASKS, NORMS, PRECISION
+from nanoray.lab.tune.request import COMPRESSION, MASKS, NORMS, PRECISION
 
 BATCH = ("global_batch_size", "micro_batch_size", "grad_accum_steps")
 ALWAYS = frozenset({PRECISION, COMPRESSION})

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.lab.tune.asked import Asked
+from nanoray.lab.tune.request import SearchRequest
 from nanoray.parallel.rendezvous import Order, Rendezvous
 
 
 @dataclass(frozen=True)
-class Tuning(Asked):
+class Tuning(SearchRequest):
     """A search in the place of a training run (train.program.Trains)."""
 
     # Where this process has searched: only rank 0 could find it by the time of its command

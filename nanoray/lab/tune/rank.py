@@ -9,34 +9,34 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli.forecast.job import Job
 from nanoray.config import micro_batches, resolve_batch
 from nanoray.config.layout import Layout
-from nanoray.faults.plan import Injector
-from nanoray.lab.tune.asked import KNOB_NAMES, MASKS, NORMS, Asked
+from nanoray.faults.inject import Injector
 from nanoray.lab.tune.knobs import ALWAYS, BATCH, TunedRun, configured, memory_bytes
+from nanoray.lab.tune.request import KNOB_NAMES, MASKS, NORMS, SearchRequest
 from nanoray.lab.tune.result import closing_lines, write_results
 from nanoray.lab.tune.search import Search
-from nanoray.lab.tune.subject import TuneSubject
 from nanoray.lab.tune.trials import STOPPED, Trials
+from nanoray.lab.tune.tuned_model import TunedModel
 from nanoray.machine.host import available_cpus
 from nanoray.models.build import shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.mesh import Mesh, join
 from nanoray.parallel.rendezvous import Order, Rendezvous
-from nanoray.parallel.statistics import has_statistics
+from nanoray.parallel.running_statistics import has_statistics
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
-from nanoray.train.arm import FOLDER, memory_of_rank
 from nanoray.train.hardware import describe_place
+from nanoray.train.loop_arm import FOLDER, memory_of_rank
 from nanoray.train.out_of_memory import come_in_batches
 from nanoray.train.rank import meet_group, prepare_process
 from nanoray.train.tasks import Task
 
 
 def search_on_rank(
-    asked: Asked,
+    asked: SearchRequest,
     spec: RunSpec,
     rendezvous: Rendezvous,
     observers: Sequence[Any],
@@ -59,7 +59,7 @@ def search_on_rank(
         for observer in observers if mesh.rank == 0 else ():
             observer.on_note(line)
 
-    subject = TuneSubject(asked.main, asked.given, rendezvous)
+    subject = TunedModel(asked.main, asked.given, rendezvous)
     here = here_of(spec, mesh, rendezvous, subject)
     memory = memory_of_rank(mesh)
     if is_auto:
@@ -97,7 +97,7 @@ def with_config(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
     return replace(spec, config=spec.config.model_copy(update=values))
 
 
-def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TuneSubject) -> TunedRun:
+def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TunedModel) -> TunedRun:
     """Look at the model and the ranks of a run. (all ranks)"""
     precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
 

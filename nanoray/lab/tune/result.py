@@ -11,8 +11,8 @@ import yaml
 
 from nanoray.config import Config
 from nanoray.config.settings import OF_ONE_COMMAND
-from nanoray.lab.tune.asked import MAY
 from nanoray.lab.tune.knobs import Choice, changes_of, left_out, words
+from nanoray.lab.tune.request import MAY
 from nanoray.lab.tune.search import Search
 from nanoray.machine.atomic import replace_text, write_json
 from nanoray.machine.text import aligned

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.errors import NanorayError, OutOfMemory
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.lab.tune.knobs import Choice, TunedRun, changes_of, configured, words
-from nanoray.lab.tune.subject import TuneSubject
+from nanoray.lab.tune.tuned_model import TunedModel
 from nanoray.machine.atomic import append_line, read_json_lines
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.rendezvous import Order
-from nanoray.train.arm import BlockCost, LoopArm, free_memory, same_loss
+from nanoray.train.loop_arm import BlockCost, LoopArm, free_memory, same_loss
 from nanoray.train.out_of_memory import describe
 from nanoray.train.tasks import Task
 
@@ -61,7 +61,7 @@ class Trials:
 
     spec: RunSpec
     mesh: Mesh
-    subject: TuneSubject
+    subject: TunedModel
     here: TunedRun
     budget_s: float  # from now on
     wanted: Callable[[], Order]

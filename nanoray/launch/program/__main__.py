@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ray.util.placement_group import remove_placement_group
 
-from nanoray.checkpoint.run import new_folder
+from nanoray.checkpoint.run_folder import new_folder
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.config.variables import values_of

@@ -27,7 +27,7 @@ from nanoray.machine.output import say
 from nanoray.observe.watch.record_files import JsonlWriter, TensorBoardWriter
 
 if TYPE_CHECKING:
-    from nanoray.observe.trace.log import CommLog
+    from nanoray.observe.trace.comm_log import CommLog
     from nanoray.observe.trace.recorder import ClockOffset
 
 LOOK_S = 5.0  # between two looks; Ray drops a gauge that is not set for 20 s
@@ -185,7 +185,7 @@ class RunObserver:
             self._log.finish(self._clocks)
         if not self._traced:
             return
-        from nanoray.observe.trace.log import CommLog
+        from nanoray.observe.trace.comm_log import CommLog
         from nanoray.observe.trace.recorder import ClockOffset
 
         self._clocks = [ClockOffset(0.0, 0.0)] * ranks

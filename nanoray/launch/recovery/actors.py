@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import (
     NotIn,
 )
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.connection import bounded
@@ -37,7 +37,7 @@ from nanoray.launch.placement import (
 )
 from nanoray.launch.ray_compat import is_pending
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
-from nanoray.launch.recovery.script import PackedScript
+from nanoray.launch.recovery.pickled_script import PickledScript
 from nanoray.launch.recovery.worker import Worker
 from nanoray.machine.output import say
 
@@ -71,7 +71,7 @@ class ActorPool:
         place: Placement,
         check: Callable[[], None] = _no_check,
         cluster: ClusterWatch | None = None,
-        script: PackedScript | None = None,
+        script: PickledScript | None = None,
         api: Any = ray,
         clock: Any = time,
         variables: Mapping[str, str] | None = None,

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector
@@ -27,10 +27,10 @@ from nanoray.launch.placement import Placement
 from nanoray.launch.recovery.actors import ActorPool, start_timeout_s
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
 from nanoray.launch.recovery.fault_log import FaultLog
+from nanoray.launch.recovery.pickled_script import PickledScript
 from nanoray.launch.recovery.rank_end import read_start
 from nanoray.launch.recovery.recover import Recoverer, say_after_training
 from nanoray.launch.recovery.run_state import RunState
-from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.situation import (
     AwaitReplacements,
     EndUntrained,
@@ -52,8 +52,8 @@ from nanoray.launch.recovery.watcher import Watcher
 from nanoray.launch.recovery.worker import DRIVER_SILENT_S
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop, StopRequested
+from nanoray.machine.fault_points import reached
 from nanoray.machine.output import say
-from nanoray.machine.points import reached
 from nanoray.observe.watch.observers import Console
 
 
@@ -67,7 +67,7 @@ class Driver:
         stop: Stop,
         api: Any = ray,
         clock: Any = time,
-        script: PackedScript | None = None,
+        script: PickledScript | None = None,
         cluster_clock: Any = time,
         variables: Mapping[str, str] | None = None,
     ) -> None:

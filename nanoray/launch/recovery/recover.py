@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
 from nanoray.launch.recovery.actors import POLL_S, START_TRIES
@@ -30,8 +30,8 @@ from nanoray.launch.recovery.shares import no_replica, smaller
 from nanoray.launch.recovery.situation import NextGroup, Why
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.launch.signals import Stop
+from nanoray.machine.fault_points import reached
 from nanoray.machine.output import say
-from nanoray.machine.points import reached
 
 # From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
 SAVE_S = 90.0

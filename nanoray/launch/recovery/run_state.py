@@ -27,7 +27,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.faults.cause import FailureCollector
 from nanoray.launch.recovery.actors import START_TRIES
 from nanoray.launch.recovery.situation import GroupStage

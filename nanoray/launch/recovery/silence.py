@@ -15,7 +15,7 @@ import time
 FROZEN_S = 2.0  # a process that is not frozen reads its clock more often than this
 
 
-class OwnTime:
+class UnfrozenClock:
     """The monotonic clock without the time in which this process was frozen.
 
     A paused container or machine, and Ctrl-Z, freeze a process. Answers could not reach it in that
@@ -29,7 +29,7 @@ class OwnTime:
         self._over = threading.Event()
         threading.Thread(target=self._read_until_over, daemon=True).start()
 
-    def __enter__(self) -> OwnTime:
+    def __enter__(self) -> UnfrozenClock:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,7 +60,7 @@ class DriverSilence:
     """Measures the driver's silence and compares it with a rank's patience."""
 
     def __init__(self) -> None:
-        self._own_time = OwnTime()
+        self._own_time = UnfrozenClock()
         self._called_at = 0.0
         self.note_call()
 

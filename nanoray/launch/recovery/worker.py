@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from nanoray.checkpoint.run import RunSpec, can_regroup
+from nanoray.checkpoint.run_folder import RunSpec, can_regroup
 from nanoray.config.choose import require_compiler
 from nanoray.errors import NanorayError, OutOfMemory, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
@@ -34,8 +34,8 @@ from nanoray.launch.devices import bound_devices
 from nanoray.launch.gauges import RayMetrics
 from nanoray.launch.ray_compat import memory_threshold
 from nanoray.launch.recovery.messages import MessageQueue
+from nanoray.launch.recovery.pickled_script import PickledScript
 from nanoray.launch.recovery.rank_output import RankOutput
-from nanoray.launch.recovery.script import PackedScript
 from nanoray.launch.recovery.silence import DriverSilence
 from nanoray.machine.host import available_memory_bytes, resident_bytes
 from nanoray.machine.proc import start_time
@@ -84,7 +84,7 @@ class Worker:
         run_name: str,
         rank: int | None,
         rehearsal: dict[str, Any] | None = None,
-        script: PackedScript | None = None,
+        script: PickledScript | None = None,
         variables: Mapping[str, str] | None = None,
         record: Path | None = None,
         train: Callable[..., dict[str, Any]] | None = None,

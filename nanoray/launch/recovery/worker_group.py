@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.checkpoint.run import RunSpec, can_regroup, recovers_in_place
+from nanoray.checkpoint.run_folder import RunSpec, can_regroup, recovers_in_place
 from nanoray.faults.hang import Position
 from nanoray.faults.progress import SCRIPT, ProgressFile
 from nanoray.launch.recovery.actors import ActorPool

@@ -266,7 +266,7 @@ def _move_repeated(total: dict[str, float], processes: Sequence[Process], steps:
 
 def _move_exposed(total: dict[str, float], folder: Path) -> bool:
     """Move exposed communication out of compute; return whether any traced step measured it."""
-    share = _exposed_share(folder)
+    share = _exposed_fraction(folder)
     # A traced step's time consists of these accounts.
     steps_s = sum(total[name] for name in ("data", "compute", "idle", "log"))
     exposed_s = min(total["compute"], (share or 0.0) * steps_s)
@@ -275,7 +275,7 @@ def _move_exposed(total: dict[str, float], folder: Path) -> bool:
     return share is not None
 
 
-def _exposed_share(folder: Path) -> float | None:
+def _exposed_fraction(folder: Path) -> float | None:
     """Return the share of exposed collectives in the traced steps; None without a traced step."""
     try:
         figures = [step["figures"] for step in read_steps(folder)]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.observe.track.tracker import Results, shown_config, without_passwords
 
 LONGEST_VALUE = 6000  # characters of a parameter; MLflow refuses longer ones

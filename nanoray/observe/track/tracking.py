@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json, write_json
 from nanoray.machine.metrics import values_of

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.observe.track.tracker import Results, shown_config
 
 FINISH_S = 20  # how long W&B may go on to upload at the end; `wandb sync` sends the rest

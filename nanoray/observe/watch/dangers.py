@@ -11,7 +11,7 @@ PRECISION = "precision_layers"
 ZERO = "zero"  # gradients
 SUBNORMAL = "subnormal"  # gradients
 UNCHANGED = "unchanged"  # weights
-SHARES = (ZERO, SUBNORMAL, UNCHANGED)
+PERCENT_KEYS = (ZERO, SUBNORMAL, UNCHANGED)
 COLUMNS = (
     "weight_rms",
     "grad_rms",

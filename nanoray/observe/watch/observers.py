@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from typing import Any, TextIO
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.settings import public
 from nanoray.machine.metrics import check_record
 from nanoray.machine.output import LINES, STEPS, say

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoray.checkpoint.state.train_state import TrainState
-from nanoray.observe.watch.dangers import PRECISION, SHARES, SUBNORMAL, UNCHANGED, ZERO
+from nanoray.observe.watch.dangers import PERCENT_KEYS, PRECISION, SUBNORMAL, UNCHANGED, ZERO
 from nanoray.parallel.mesh import Mesh
 
 # The smallest normal number of the format of gradients
@@ -62,7 +62,7 @@ class PrecisionStats:
 
     @torch.no_grad()
     def measured(self) -> dict[str, Any]:
-        """Return the counts of the step as shares in percent; {} if it was not due. (all ranks)"""
+        """Return the counts of the step as percentages in percent; {} if it was not due. (all ranks)"""
         if self._before is None:
             return {}
 
@@ -80,9 +80,9 @@ class PrecisionStats:
         counts = torch.stack(list(self._counts.values())).tolist()  # (layers, 4)
         layers = {}
         for name, counts_of_layer in zip(self._counts, counts, strict=True):
-            of_layer = shares(counts_of_layer)
-            layers[name] = {key: round(share, 4) for key, share in of_layer.items()}
-        of_model = shares([sum(column) for column in zip(*counts, strict=True)])
+            of_layer = percentages(counts_of_layer)
+            layers[name] = {key: round(percentage, 4) for key, percentage in of_layer.items()}
+        of_model = percentages([sum(column) for column in zip(*counts, strict=True)])
         return {
             "precision/grad_lost": of_model[ZERO] + of_model[SUBNORMAL],
             "precision/unchanged": of_model[UNCHANGED],
@@ -100,11 +100,11 @@ class PrecisionStats:
         self._counts = dict(zip(sorted(names), summed, strict=True))
 
 
-def shares(counts: list[float]) -> dict[str, float]:
+def percentages(counts: list[float]) -> dict[str, float]:
     """Return counts (elements, zero, subnormal, unchanged) as percentages of the elements."""
     elements, *lost = counts
     whole = max(1.0, elements)
-    return {name: 100.0 * count / whole for name, count in zip(SHARES, lost, strict=True)}
+    return {name: 100.0 * count / whole for name, count in zip(PERCENT_KEYS, lost, strict=True)}
 
 
 def layer_of(name: str) -> str:

@@ -109,7 +109,7 @@ class Statistics:
                 )
             elif isinstance(module, MLP):
                 self._watch(
-                    module.up, layer, lambda _, y, form=module.gelu: {"dead": dead_share(y, form)}
+                    module.up, layer, lambda _, y, form=module.gelu: {"dead": dead_percent(y, form)}
                 )
 
     def _watch(
@@ -231,7 +231,7 @@ def attention_of(attention: Attention, qkv: Tensor) -> dict[str, Tensor]:
     return {"max_logit": scores.max(), "attention_entropy": share}
 
 
-def dead_share(hidden: Tensor, gelu: str = "none") -> Tensor:
+def dead_percent(hidden: Tensor, gelu: str = "none") -> Tensor:
     """Return the share in % of an MLP's hidden units (..., 4C), before GELU, that are dead.
 
     gelu: torch's word for its form.

@@ -1,6 +1,6 @@
 """The instrument that traces collectives: which steps, through which wrapper, at which cost.
 
-observe/trace/recorder.py notes the collectives of this rank, and observe/trace/log.py merges the notes of all ranks.
+observe/trace/recorder.py notes the collectives of this rank, and comm_log.py beside it merges the notes of all ranks.
 A traced step runs through the plan's second wrapper, and now and then one backward without
 communication is timed.
 """
@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.data.tokens import MicroBatches
-from nanoray.observe.trace.log import CommLog
+from nanoray.observe.trace.comm_log import CommLog
 from nanoray.observe.trace.recorder import (
     ClockOffset,
     CommRecorder,

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.data.tokens import MicroBatches
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.models.workload import Workload
 from nanoray.observe.trace.ledger import Ledger
 from nanoray.observe.track.observer import Observer

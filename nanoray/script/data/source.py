@@ -46,7 +46,7 @@ ORDER = "order"  # the name of what the order of samples depends on
 VALIDATION = 0x76616C  # keeps the draws of validation samples apart from those of training
 
 
-class OwnData(FallibleSamples):
+class ScriptData(FallibleSamples):
     """The two splits of a script; items and batches are pairs (inputs, targets), or dicts."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Compare the replicas' state by hashes of the tensors' bits; heal a minority.
 
-weights, optimizer, loss scale ─► hash_tensors() ─► compare over all ranks ─► equal, or share()
+weights, optimizer, loss scale ─► hash_tensors() ─► compare over all ranks ─► equal, or broadcast_state()
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from nanoray.errors import StateDiverged
 from nanoray.machine.tensor_memory import plain_memory
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.pieces import is_cut
-from nanoray.train.fetch import share
-from nanoray.train.guard.certificate import format_hash
+from nanoray.train.broadcast_state import broadcast_state
+from nanoray.train.guard.state_hashes import format_hash
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REMEDY = (
@@ -43,7 +43,7 @@ def compare(
     Each share of a sharded optimizer state is compared with its mirror, if it has one. Where the
     model is cut, or groups of hybrid sharding hold the same shares, ranks are compared piece by
     piece; of hybrid sharding each piece is healed from the majority of its holders. `certify`
-    receives the line of certificate.py for this state, before it is healed; `losses` are those of
+    receives the line of state_hashes.py for this state, before it is healed; `losses` are those of
     the newest step on this rank. Returns the number of healed ranks, and a warning for the user.
     Raises StateDiverged when there is no majority. Costs one pass over the state, and one wait for
     the device.
@@ -97,7 +97,7 @@ def compare(
 
     # If a rank is lost now, no other rank may copy a differing state.
     state.whole = mesh.rank not in strays
-    share(state, mesh, source)
+    broadcast_state(state, mesh, source)
     return len(strays), (
         f"after step {state.step} the state differs from the majority's on {what}: a flipped bit, "
         f"or a faulty device. It took over the state of rank {source}; training goes on"
@@ -110,7 +110,7 @@ def _rows(state: TrainState) -> dict[str, Tensor]:
 
 
 def _line_of(of_ranks: Sequence[Any], samples: int) -> dict[str, Any]:
-    """Return the line of certificate.py, given each rank's digest, losses and hashes of rows."""
+    """Return the line of state_hashes.py, given each rank's digest, losses and hashes of rows."""
     losses: list[float] = []
     digests = []
     tensors = {}
@@ -153,7 +153,7 @@ def _compare_pieces(
 ) -> tuple[int, str]:
     """Compare the ranks that hold the same piece; heal a minority. (all ranks)
 
-    `line` is that of certificate.py, without what is found here. Returns as `compare` does. Raises
+    `line` is that of state_hashes.py, without what is found here. Returns as `compare` does. Raises
     StateDiverged where ranks differ and nothing is healed.
     """
     # Place -> rank -> hash

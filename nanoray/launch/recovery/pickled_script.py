@@ -79,7 +79,7 @@ def _globals_of(main: Any) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class PackedScript:
+class PickledScript:
     """A user's function that trains, as bytes of its program."""
 
     name: str
@@ -88,7 +88,7 @@ class PackedScript:
     file: ScriptFile | None = None
 
     @classmethod
-    def pack(cls, program: Trains) -> PackedScript:
+    def pack(cls, program: Trains) -> PickledScript:
         """Pickle a program. Raises ConfigError for a function that cannot leave this process."""
         name = program.name
         try:

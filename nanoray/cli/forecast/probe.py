@@ -56,7 +56,7 @@ class Seen:
     backward_flops: int = 0
 
 
-class TrialPass:
+class WatchedPass:
     """A forward and a backward of `model`; `seen` has the records of each module by its name."""
 
     def __init__(self, model: nn.Module, state: dict[str, Tensor] | None = None) -> None:
@@ -192,10 +192,10 @@ def _contains(outer: str, inner: str) -> bool:
     return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
-def trial_on_fakes(
+def probe_on_fakes(
     model: nn.Module, loss: Loss, x: Any, y: Any, precision: str, backward: bool = False
-) -> TrialPass:
-    """Return the trial of a micro batch as on a CPU. The model may be on the meta device.
+) -> WatchedPass:
+    """Return what was watched of a micro batch as on a CPU. The model may be on the meta device.
 
     Nothing is computed: fake tensors have shapes and types only. Raises what the model raises on
     them.
@@ -210,18 +210,18 @@ def trial_on_fakes(
             else:
                 state[name] = mode.from_tensor(tensor)
         inputs = tree_map_only(Tensor, mode.from_tensor, (x, y))
-        trial = TrialPass(model, state)
+        watched = WatchedPass(model, state)
 
         def run() -> None:
             with autocast("cpu", precision):
-                fake_loss = trial.forward(lambda: loss(model, *inputs), inputs)
+                fake_loss = watched.forward(lambda: loss(model, *inputs), inputs)
             # Inside of the call, because activation checkpointing repeats a forward with the fakes.
             if backward:
-                trial.backward(fake_loss)
+                watched.backward(fake_loss)
 
         of_model = {f"model.{name}": tensor for name, tensor in state.items()}
         torch.func.functional_call(_Around(model), of_model, (run,))
-    return trial
+    return watched
 
 
 class _Around(nn.Module):

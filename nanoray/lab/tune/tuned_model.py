@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.errors import ConfigError
 from nanoray.parallel.rendezvous import Rendezvous
 from nanoray.script.run import DryRunEnded, Run
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class TuneSubject:
+class TunedModel:
     """Hands the model and the data of a run to those who train."""
 
     main: Callable[[Run], Any] | None  # of a script, called anew for each block, up to its `fit`

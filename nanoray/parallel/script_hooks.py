@@ -28,7 +28,7 @@ MakeFlow = Callable[[nn.Module, int, Loss, LossScaler, torch.device, Axis], Flow
 
 
 @dataclass(frozen=True)
-class Script:
+class ScriptHooks:
     """What a Plan needs from a script."""
 
     hooks: MakeHooks

@@ -23,7 +23,7 @@ from nanoray.parallel.rendezvous import Order
 from nanoray.train.out_of_memory import text_of_reading
 
 
-class Reading:
+class ReadVote:
     """Lets the ranks agree on whether a script's data could be read."""
 
     def __init__(self, mesh: Mesh, data: FallibleSamples, batch: Batch) -> None:

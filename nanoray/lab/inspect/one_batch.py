@@ -15,56 +15,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.cli.forecast.trial import TrialPass
+from nanoray.cli.forecast.probe import WatchedPass
 from nanoray.data.images import ImageData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.lab.inspect.subject import Subject
+from nanoray.lab.inspect.target import InspectTarget
 from nanoray.lab.inspect.tree import modules_of
 from nanoray.machine.compat import tree_leaves
 from nanoray.models.build import build_model
 from nanoray.models.precision import autocast, weight_type
 
 
-def run_batch(subject: Subject, description: dict[str, Any]) -> dict[str, Any]:
+def run_batch(target: InspectTarget, description: dict[str, Any]) -> dict[str, Any]:
     """Run one batch; return its loss, a row of numbers for each module, and problems.
 
     Raises NanorayError without a model or data.
     """
-    model = _real_model(subject)
-    x, y = _real_batch(subject)
-    return measure(subject, description, model, x, y)
+    model = _real_model(target)
+    x, y = _real_batch(target)
+    return measure(target, description, model, x, y)
 
 
-def _real_model(subject: Subject) -> nn.Module:
+def _real_model(target: InspectTarget) -> nn.Module:
     """Return the model with the checkpoint's weights, else with new ones."""
-    if subject.script:
-        return subject.model
-    config = subject.config
+    if target.script:
+        return target.model
+    config = target.config
     torch.manual_seed(config.seed)
-    model = build_model(config, subject.dataset.vocab_size).to(weight_type(config.precision))
-    if subject.state:
+    model = build_model(config, target.dataset.vocab_size).to(weight_type(config.precision))
+    if target.state:
         try:
-            model.load_state_dict(subject.state.model)
+            model.load_state_dict(target.state.model)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{subject.checkpoint} does not fit this model: "
+                f"{target.checkpoint} does not fit this model: "
                 f"{' '.join(str(error).split())[:300]}; drop the flags "
                 "that change the model"
             ) from None
     return model
 
 
-def _real_batch(subject: Subject) -> tuple[Any, Any]:
+def _real_batch(target: InspectTarget) -> tuple[Any, Any]:
     """Return the first micro batch of the run's training data."""
-    if subject.script:
-        return subject.example
-    config = subject.config
-    dataset = subject.dataset
+    if target.script:
+        return target.example
+    config = target.config
+    dataset = target.dataset
     if not dataset.path.is_dir() or not dataset.train_tokens:
         dataset = prepare(config)
-        if dataset.vocab_size != subject.dataset.vocab_size:
+        if dataset.vocab_size != target.dataset.vocab_size:
             raise ConfigError(
                 f"its data is not here, and {dataset.note} has another vocabulary; run this where "
                 "its data is"
@@ -75,24 +75,24 @@ def _real_batch(subject: Subject) -> tuple[Any, Any]:
         data = ImageData(dataset, config.seed, cpu)
     else:
         data = TokenData(dataset, config.block_size, config.seed, cpu)
-    return data.train_batch(0, subject.batch.micro)
+    return data.train_batch(0, target.batch.micro)
 
 
 def measure(
-    subject: Subject, description: dict[str, Any], model: nn.Module, x: Any, y: Any
+    target: InspectTarget, description: dict[str, Any], model: nn.Module, x: Any, y: Any
 ) -> dict[str, Any]:
     """Run forward and backward of `model`, and measure each module."""
     # In the mode in which it trains: a script may have set modules of its model to eval mode.
-    trial = TrialPass(model)
+    watched = WatchedPass(model)
     with _outputs(model) as outputs:
-        with autocast("cpu", subject.config.precision):
-            loss = trial.forward(lambda: subject.loss(model, x, y), (x, y))
-        trial.backward(loss)
+        with autocast("cpu", target.config.precision):
+            loss = watched.forward(lambda: target.loss(model, x, y), (x, y))
+        watched.backward(loss)
 
     # Fake tensors may have failed; then the tree is that of this batch.
     if description["loss_reads"] is None:
-        description["modules"] = modules_of(subject, trial)
-        description["loss_reads"] = trial.loss_reads
+        description["modules"] = modules_of(target, watched)
+        description["loss_reads"] = watched.loss_reads
 
     rows = []
     for name, module in model.named_modules():
@@ -104,8 +104,8 @@ def measure(
             {
                 "name": name,
                 "type": type(module).__name__,
-                "calls": trial.seen[name].calls,
-                "outputs": trial.seen[name].outputs,
+                "calls": watched.seen[name].calls,
+                "outputs": watched.seen[name].outputs,
                 "output_mean": output_mean,
                 "output_rms": output_rms,
                 "weight_rms": rms(own),

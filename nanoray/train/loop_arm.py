@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.layout import Layout
-from nanoray.faults.plan import Injector
+from nanoray.faults.inject import Injector
 from nanoray.machine.compat import compiled_for_one_size
 from nanoray.machine.host import (
     available_memory_bytes,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from tests.harness.axes import final
 
 SETTINGS: dict[str, Any] = {

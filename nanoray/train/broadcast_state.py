@@ -15,21 +15,21 @@ from nanoray.models.modules import buffers_of
 from nanoray.parallel.mesh import Mesh
 
 
-def share(state: TrainState, mesh: Mesh, source: int) -> None:
+def broadcast_state(state: TrainState, mesh: Mesh, source: int) -> None:
     """Copy the whole state of rank `source` to all ranks, tensor by tensor. (all ranks)
 
     Nothing is read from disk. Afterwards every rank has the source's parameters, optimizer, scaler,
     guards, scalars and session. Where weights or optimizer state are sharded, each rank keeps its
     own.
     """
-    packed, session = fetch(state, mesh, source)
+    packed, session = receive_state(state, mesh, source)
     if mesh.rank != source:
         state.load(packed)
     state.session = session
     state.whole = True
 
 
-def fetch(
+def receive_state(
     state: TrainState, mesh: Mesh, source: int, pieces: bool = True
 ) -> tuple[StateDict, Session]:
     """Return the state and session of rank `source`, without its shards if it is sharded. (all

@@ -27,7 +27,7 @@ from torch import Tensor
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.tensorfile import damage_of, layout, read_file, tensors_in, write_file
 from nanoray.errors import CheckpointError
-from nanoray.machine.points import reached
+from nanoray.machine.fault_points import reached
 from nanoray.parallel.pieces import Piece, fill, overlaps
 
 _POLL_S = 0.02

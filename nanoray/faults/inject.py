@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from nanoray.errors import ConfigError
 from nanoray.faults.progress import LEFT, PHASES, SCRIPT
 from nanoray.machine.atomic import append_line, read_json_lines
-from nanoray.machine.points import DRIVER_POINTS, POINTS, watch
+from nanoray.machine.fault_points import DRIVER_POINTS, POINTS, watch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -257,7 +257,7 @@ def _parse_fault(part: str) -> Fault:
     needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip", "gradflip")
     if needs_phase or (fault.rank == DRIVER) != (fault.phase in DRIVER_POINTS):
         raise ConfigError(
-            f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see points.py"
+            f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see fault_points.py"
         )
     if fault.times < 1 or not 0 <= fault.bit <= 31:
         raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32")

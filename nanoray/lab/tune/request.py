@@ -40,7 +40,7 @@ KNOB_NAMES = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchRequest:
     """What a command asks of a search."""
 
     label: str  # of the run that is tuned

@@ -16,7 +16,9 @@ from nanoray.script.program import Program
 from nanoray.script.settings import loaded_of, refuse_while_spawned
 
 
-def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
+def launch_from_script(
+    main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True
+) -> int:
     """Call `main(run)` on every rank of a new run, print errors, and return the exit code.
 
     A stop by Ctrl-C or SIGTERM returns its code, too, so the program that calls this goes on. A Ray

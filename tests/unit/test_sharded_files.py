@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanoray.checkpoint import files, parts
+from nanoray.checkpoint import files, sharded_files
 from nanoray.checkpoint.files import Draft, load, save, save_shared
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli.checkpoint import main
 from nanoray.errors import CheckpointError
-from nanoray.machine.points import SAVING, watch
+from nanoray.machine.fault_points import SAVING, watch
 from nanoray.parallel.pieces import Piece
 from tests.harness.commands import forkserver, killed_saves
 
@@ -108,7 +108,7 @@ def save_all(folder: Path, held: Sequence[dict[str, Piece]], step: int, keep: in
     with draft.errors():
         draft.begin(1000)
     others = [
-        threading.Thread(target=parts.write, args=(draft.temp, rank, state))
+        threading.Thread(target=sharded_files.write, args=(draft.temp, rank, state))
         for rank, state in enumerate(states)
         if rank
     ]
@@ -266,7 +266,7 @@ def test_a_part_that_fails_leaves_the_older_checkpoint_and_names_the_rank(tmp_pa
     draft.begin(1000)
     (draft.temp / "model-00001.safetensors").mkdir()  # rank 1 cannot write its file
     with pytest.raises(OSError, match="File exists"):
-        parts.write(draft.temp, 1, state_of(1, held[1], 2))
+        sharded_files.write(draft.temp, 1, state_of(1, held[1], 2))
     with pytest.raises(
         CheckpointError, match=r"cannot write a part of .*: rank 1: File exists \(model-00001"
     ):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import newest_valid
 from nanoray.errors import NanorayError
 from nanoray.train.tasks import Task
 

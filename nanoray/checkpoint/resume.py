@@ -23,7 +23,7 @@ from nanoray.checkpoint.files import (
     open_checkpoint,
     steps_in,
 )
-from nanoray.checkpoint.runs import age_key
+from nanoray.checkpoint.which_run import age_key
 from nanoray.config.settings import public
 from nanoray.errors import CheckpointError
 from nanoray.machine.atomic import read_json
@@ -75,7 +75,7 @@ def newest_rank_states(folder: Path, otherwise: str) -> tuple[list[dict[str, Ten
     return [], 0
 
 
-def find_run(
+def find_resume(
     out_dir: Path,
     resume: str,
     model_shape: dict[str, Any],

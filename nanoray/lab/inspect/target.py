@@ -16,27 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.find import find_run
+from nanoray.checkpoint.resume import find_resume
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli import parse_args
 from nanoray.cli.forecast.owners import rank_model
-from nanoray.cli.forecast.trial import Loss
+from nanoray.cli.forecast.probe import Loss
 from nanoray.cli.run_plan import known_dataset
 from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
 from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.config.layout import DIVISIONS, Coords, Layout
-from nanoray.data.dataset import DatasetInfo, own_data
+from nanoray.data.dataset import DatasetInfo, script_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.machine.atomic import read_json
 from nanoray.machine.host import cpu_features
-from nanoray.models.build import OwnShape, shape_of
+from nanoray.models.build import ScriptShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
 from nanoray.script.program import call_until_fit
 from nanoray.script.settings import DEFAULTS
-from nanoray.script.task import OwnTask
+from nanoray.script.task import ScriptTask
 
 PROG = "nanoray inspect"
 # Flags of a run that name another configuration than TARGET does, or belong to a dry run.
@@ -53,7 +53,7 @@ NO_EFFECT = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class InspectTarget:
     """A model with all that is known of it. `example` is one micro batch: its shapes count, and of
     a script its values.
 
@@ -67,7 +67,7 @@ class Subject:
     layout: Layout
     batch: Batch
     model: nn.Module
-    shape: ModelShape | ResNetShape | OwnShape
+    shape: ModelShape | ResNetShape | ScriptShape
     example: tuple[Any, Any]
     loss: Loss = lambda model, x, y: model(x, y)
     optimizer: torch.optim.Optimizer | None = None  # of a script
@@ -84,16 +84,16 @@ class Subject:
         """Return the model on the meta device as the rank at `place` has it before data parallelism
         shares it.
         """
-        if isinstance(self.shape, OwnShape):
+        if isinstance(self.shape, ScriptShape):
             return deepcopy(self.model).to("meta")
         return rank_model(
             self.config, self.dataset.vocab_size, weight_type(self.config.precision), place
         )
 
 
-def find_subject(
+def find_target(
     target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False
-) -> Subject:
+) -> InspectTarget:
     """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
 
     `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that
@@ -138,7 +138,7 @@ def _refuse_ignored(flags: list[str]) -> None:
             )
 
 
-def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
+def _of_run(path: Path, config: Config, world_size: int | None) -> InspectTarget:
     """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's
     configuration.
     """
@@ -149,7 +149,7 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
     found = None
     notes = []
     try:
-        found = find_run(path, str(path), {})
+        found = find_resume(path, str(path), {})
     except CheckpointError as error:
         if not (path / "config.json").is_file():
             raise
@@ -182,7 +182,9 @@ def _dataset_of_run(path: Path) -> DatasetInfo | None:
     return None
 
 
-def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int | None) -> Subject:
+def _described(
+    title: str, config: Config, dataset: DatasetInfo, world_size: int | None
+) -> InspectTarget:
     """Return a model of nanoray's own, on the meta device."""
     wanted, features = config.precision, cpu_features()
     why = "asked for"
@@ -196,12 +198,12 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
     ranks = world_size or _workers_of(config)
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
-    # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
+    # The model is whole, whatever the layout; `InspectTarget.at` cuts it for one rank.
     uncut = dict.fromkeys(DIVISIONS, 1)
     whole = config.model_copy(update={**uncut, "sequence_parallel": False})
     model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords())
     example = example_of(config, batch.micro)
-    return Subject(title, config, why, dataset, layout, batch, model, shape, example)
+    return InspectTarget(title, config, why, dataset, layout, batch, model, shape, example)
 
 
 def _workers_of(config: Config) -> int:
@@ -223,13 +225,15 @@ def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.clone()
 
 
-def _of_script(path: Path, flags: list[str], world_size: int | None, function: str) -> Subject:
+def _of_script(
+    path: Path, flags: list[str], world_size: int | None, function: str
+) -> InspectTarget:
     """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro
     batch.
     """
     loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
     config = loaded.config
-    found: list[Subject] = []
+    found: list[InspectTarget] = []
     if config.model != "own":
         raise ConfigError(
             f"model = {config.model} would be ignored: {path} brings its own; drop --model"
@@ -239,22 +243,22 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
         config = config.model_copy(update={"micro_batch_size": 0})
     ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
 
-    def take_subject(task: OwnTask) -> None:
+    def take_target(task: ScriptTask) -> None:
         decided, batch, example = task.example()
         precision = "fp32" if decided.precision == "auto" else decided.precision
         decided = decided.model_copy(update={"precision": precision})
         layout, model = Layout.of(decided, ranks), task.model()
         optimizer = task.optimizer(model, None)
         found.append(
-            Subject(
+            InspectTarget(
                 path.name,
                 decided,
                 "of the script",
-                own_data(),
+                script_data(),
                 layout,
                 batch,
                 model,
-                OwnShape(),
+                ScriptShape(),
                 example,
                 task.mean_loss,
                 optimizer,
@@ -269,7 +273,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
                 f"{path} has no function {function}, which nanoray.launch would call; name it with "
                 "--function"
             )
-        call_until_fit(main, config, loaded.given, ranks, take_subject)
+        call_until_fit(main, config, loaded.given, ranks, take_target)
     return found[0]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel
-from nanoray.parallel.script import unfrozen
+from nanoray.parallel.script_hooks import unfrozen
 
 
 class AbsentGradients(StepHook):

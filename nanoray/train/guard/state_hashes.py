@@ -24,7 +24,7 @@ NAME = "hashes.jsonl"
 
 
 @dataclass
-class Certificate:
+class StateHashes:
     """The lines of a run's hashes.jsonl, without those that a resume has made void."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)  # in the order of their steps
@@ -44,20 +44,20 @@ def append(folder: Path, line: dict[str, Any]) -> None:
         )
 
 
-def read(folder: Path) -> Certificate:
+def read(folder: Path) -> StateHashes:
     """Read a run's file; a line of a step that was done again replaces the older one."""
-    certificate = Certificate()
+    state_hashes = StateHashes()
     for line in read_json_lines(folder / NAME):
         if "group" in line:
             # The run went back to this step: later states, and groups that began later, are void.
             begun = line["group"]
-            states = certificate.states
-            certificate.states = {step: states[step] for step in states if step <= begun}
-            groups = [group for group in certificate.groups if group["group"] < begun]
-            certificate.groups = [*groups, line]
+            states = state_hashes.states
+            state_hashes.states = {step: states[step] for step in states if step <= begun}
+            groups = [group for group in state_hashes.groups if group["group"] < begun]
+            state_hashes.groups = [*groups, line]
         elif "step" in line:
-            certificate.states[line["step"]] = line
-    return certificate
+            state_hashes.states[line["step"]] = line
+    return state_hashes
 
 
 def format_hash(value: int) -> str:

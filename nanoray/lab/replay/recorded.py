@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from nanoray.checkpoint.files import MANIFEST, load, steps_in
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.load import read_mapping
 from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json_lines
-from nanoray.train.guard.certificate import NAME, Certificate, read
 from nanoray.train.guard.replicas import bits_of
+from nanoray.train.guard.state_hashes import NAME, StateHashes, read
 
 GIVEN = {
     "train/tokens": "tokens so far",
@@ -41,12 +41,12 @@ class Difference(NamedTuple):
 
 
 @dataclass
-class Past:
+class RecordedRun:
     """The files of a run that describe its steps."""
 
     folder: Path
     spec: RunSpec
-    certificate: Certificate
+    state_hashes: StateHashes
     records: dict[int, dict[str, Any]]
     checkpoints: dict[int, Path]
 
@@ -54,7 +54,7 @@ class Past:
     def last(self) -> int:
         """The newest step with a record, a hash or a checkpoint."""
         return max(
-            self.records.keys() | self.certificate.states.keys() | self.checkpoints.keys(),
+            self.records.keys() | self.state_hashes.states.keys() | self.checkpoints.keys(),
             default=0,
         )
 
@@ -70,18 +70,18 @@ class Past:
     @property
     def begun(self) -> int:
         """The step after which it began."""
-        return int(self.certificate.groups[0]["group"])
+        return int(self.state_hashes.groups[0]["group"])
 
     @property
     def origin(self) -> Path | None:
         """The checkpoint of another run that it began from; None where that is gone."""
-        path = Path(self.certificate.groups[0]["resume"])
+        path = Path(self.state_hashes.groups[0]["resume"])
         return path if (path / MANIFEST).is_file() else None
 
     def values(self, step: int) -> dict[str, Any]:
         """Return the values of a step by name: causes before consequences."""
         record = self.records.get(step, {})
-        state = self.certificate.states.get(step, {})
+        state = self.state_hashes.states.get(step, {})
         values = {name: record[key] for key, name in GIVEN.items() if key in record}
         for rank, loss in enumerate(state.get("losses", ())):
             values[f"own loss of rank {rank}"] = loss
@@ -90,18 +90,18 @@ class Past:
 
     def tensors(self, step: int) -> dict[str, str]:
         """Return the hash of each tensor after a step, in the model's order; {} without hashes."""
-        tensors: dict[str, str] = self.certificate.states.get(step, {}).get("tensors", {})
+        tensors: dict[str, str] = self.state_hashes.states.get(step, {}).get("tensors", {})
         return tensors
 
     def group_of(self, step: int) -> dict[str, Any]:
         """Return the record of the ranks that did a step."""
-        return next(group for group in reversed(self.certificate.groups) if group["group"] < step)
+        return next(group for group in reversed(self.state_hashes.groups) if group["group"] < step)
 
 
-def read_past(folder: Path) -> Past:
+def read_recorded(folder: Path) -> RecordedRun:
     """Read a run's folder. Raises ConfigError when it has no hashes."""
-    certificate = read(folder)
-    if not certificate.groups:
+    state_hashes = read(folder)
+    if not state_hashes.groups:
         raise ConfigError(
             f"{folder} has no {NAME}, in which a run notes its groups of ranks and hashes; give a "
             "run whose folder is complete"
@@ -112,16 +112,16 @@ def read_past(folder: Path) -> Past:
         if "step" in record
     }
     checkpoints = {step: path for path, step in steps_in(folder / "checkpoints", []).items()}
-    return Past(
+    return RecordedRun(
         folder.resolve(),
         RunSpec.from_dict(read_mapping(folder / "run.json")),
-        certificate,
+        state_hashes,
         records,
         checkpoints,
     )
 
 
-def differences(ours: Past, theirs: Past, steps: range) -> Iterator[Difference]:
+def differences(ours: RecordedRun, theirs: RecordedRun, steps: range) -> Iterator[Difference]:
     """Yield the differences of two runs, step by step, causes first."""
     for step in steps:
         # Values that both runs have recorded.
@@ -133,8 +133,8 @@ def differences(ours: Past, theirs: Past, steps: range) -> Iterator[Difference]:
 
         # Ranks whose replica differs within one of the runs only.
         for run, other in ((ours, theirs), (theirs, ours)):
-            strays = run.certificate.states.get(step, {}).get("differ", {})
-            known = other.certificate.states.get(step, {}).get("differ", {})
+            strays = run.state_hashes.states.get(step, {}).get("differ", {})
+            known = other.state_hashes.states.get(step, {}).get("differ", {})
             for rank, tensor in strays.items():
                 if rank not in known:
                     yield Difference(step, "replicas", run.folder.name, "", int(rank), tensor)
@@ -170,7 +170,7 @@ def matters(d: Difference, unsure: bool, exact_loss: bool) -> bool:
     return abs(d.ours - d.theirs) > limit * abs(d.theirs)
 
 
-def compared(ours: Past, theirs: Past, step: int) -> tuple[int, int]:
+def compared(ours: RecordedRun, theirs: RecordedRun, step: int) -> tuple[int, int]:
     """Return the number of values and of tensor hashes that both runs have of a step."""
     values = ours.values(step).keys() & theirs.values(step).keys()
     hashes = ours.tensors(step).keys() & theirs.tensors(step).keys()

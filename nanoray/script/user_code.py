@@ -25,7 +25,7 @@ from nanoray.train.out_of_memory import HALVE, text_of_reading
 
 
 @contextmanager
-def part(what: str, remedy: str, reads: bool = False) -> Iterator[None]:
+def user_code(what: str, remedy: str, reads: bool = False) -> Iterator[None]:
     """Raise ConfigError for whatever the script's code inside raises. `what`: its part, in words.
 
     reads: it reads data, and a lack of memory there is a DataError, which no smaller micro batch mends.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run import (
+from nanoray.checkpoint.run_folder import (
     RunSpec,
     lock_run,
     new_folder,
@@ -45,14 +45,14 @@ def open_run(
     notes: list[str] = []
     found = None
     if config.resume != "none":
-        from nanoray.checkpoint.find import find_run, other_recipe
+        from nanoray.checkpoint.resume import find_resume, other_recipe
         from nanoray.models.build import shape_of
 
         # auto skips runs of another model or another recipe.
         shape = shape_of(config, dataset.vocab_size).to_dict()
         recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
         passed_over: list[str] = []
-        found = find_run(out_dir, config.resume, shape, recipe, passed_over)
+        found = find_resume(out_dir, config.resume, shape, recipe, passed_over)
         if found is None:
             notes += [f"resume  {note}" for note in passed_over]
             notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")

@@ -25,8 +25,8 @@ from nanoray.bench.simulate import shape_of
 from nanoray.config import load_config
 from nanoray.parallel.mesh import Mesh
 
-COLLECTIVES = "nanoray.bench.parts:collectives_rank"
-COMPUTE = "nanoray.bench.parts:compute_rank"
+COLLECTIVES = "nanoray.bench.step_parts:collectives_rank"
+COMPUTE = "nanoray.bench.step_parts:compute_rank"
 PARTS = ("forward_s", "backward_s", "update_s")
 UNCOUNTED = 2  # first steps, which fill caches
 # Of the arms whose steps are compared with a prediction: one micro batch, and nothing but the step

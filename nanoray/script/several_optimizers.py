@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Several(torch.optim.Optimizer):
+class SeveralOptimizers(torch.optim.Optimizer):
     """A list of optimizers that are stepped one after the other, with one clip over all gradients.
 
     It has no values of its own: groups and state are those of its members.

@@ -39,7 +39,7 @@ WORK = ("data", "forward", "backward", "optimizer", "log")
 # A straggler was behind in 6 of the last 8 traced steps
 LATE_OF = 8
 LATE_TIMES = 6
-LATE_SHARE = 0.2  # of the other ranks' own work; less is noise
+LATE_FRACTION = 0.2  # of the other ranks' own work; less is noise
 LATE_MS = 5.0  # and so is this: a busy machine takes a core away for some milliseconds
 
 MIN_COMPARED = 3  # comparisons with no_sync before their median is shown
@@ -142,7 +142,7 @@ class CommLog:
     def _name_straggler(self, figures: dict[str, Any]) -> list[str]:
         """Report once that a rank is often far behind the others, and once that it no longer is."""
         behind_ms = figures["late_ms"]
-        if behind_ms <= max(LATE_MS, LATE_SHARE * figures["others_ms"]):
+        if behind_ms <= max(LATE_MS, LATE_FRACTION * figures["others_ms"]):
             behind_ms = 0.0  # noise
         self._late.append((figures["late_rank"], figures["late_phase"], behind_ms))
 
@@ -382,7 +382,7 @@ def _figures(step: dict[str, Any], rank_notes: Sequence[dict[str, Any]]) -> dict
         skew_ms = statistics.fmean(c["skew_us"] for c in buckets) / 1e3
     return {
         "step": step["step"],
-        "bubble": 100 * statistics.fmean(share_idle(notes["phases"]) for notes in rank_notes),
+        "bubble": 100 * statistics.fmean(idle_fraction(notes["phases"]) for notes in rank_notes),
         "step_ms": statistics.fmean(step_ms),
         "busy_ms": 1e3 * statistics.fmean(cost.busy for cost in costs),
         "exposed_ms": 1e3 * statistics.fmean(cost.exposed for cost in costs),
@@ -440,13 +440,13 @@ def _traffic_figures(
     sent_bytes = 0.0
     for c in collectives:
         if c["phase"] not in PAUSES:
-            sent_bytes += c["bytes"] * _share_of_ranks(c)
+            sent_bytes += c["bytes"] * _fraction_of_ranks(c)
 
     bus_bytes = 0.0
     transfers_ms = []
     for c in buckets:
         factor = busbw_factor(c["op"], c["ranks"]) or 0
-        bus_bytes += c["bytes"] * factor * _share_of_ranks(c)
+        bus_bytes += c["bytes"] * factor * _fraction_of_ranks(c)
         # A transfer begins when the last rank has started it.
         start_ms = max(ms for ms in c["start_ms"] if ms is not None)
         transfers_ms.append((start_ms, start_ms + c["time_us"] / 1e3))
@@ -458,7 +458,7 @@ def _traffic_figures(
     }
 
 
-def _share_of_ranks(row: dict[str, Any]) -> float:
+def _fraction_of_ranks(row: dict[str, Any]) -> float:
     """Return the share of the ranks that took part in a collective.
 
     1 unless stages of a pipeline have different ones.
@@ -467,7 +467,7 @@ def _share_of_ranks(row: dict[str, Any]) -> float:
     return len(took_part) / len(row["start_ms"])
 
 
-def share_idle(phases: Sequence[Any]) -> float:
+def idle_fraction(phases: Sequence[Any]) -> float:
     """Return the share of a step that a stage of a pipeline waits; 0 without a pipeline."""
     idle = sum(end - start for name, start, end in phases if name == IDLE)
     if not idle:
