@@ -57,6 +57,9 @@ def main() -> None:
         misbehave(args.fault)
     if dist.get_rank() == 0:
         print(f"end {__name__} {sys.argv[1:]} {os.environ['LOCAL_WORLD_SIZE']}")
+    # Else the model is the last that holds the group, and gloo's threads, for whose end its destructor
+    # waits with Python's lock, may need that lock: then the rank never ends.
+    del model
     dist.destroy_process_group()
 
 
