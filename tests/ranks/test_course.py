@@ -62,7 +62,8 @@ def run_words(words: list[str], folder: Path, ranks: int = 0) -> subprocess.Comp
     env |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     if words[0] == "torchrun":
         return torchrun(ranks or int(words[2]), *words[4:], env=env, cwd=folder)[0]
-    return run(*words[2:], env=env, cwd=folder)
+    program = words[2:] if words[1] == "-m" else words  # python -m MODULE, or nanoray COMMAND
+    return run(*program, env=env, cwd=folder)
 
 
 @pytest.mark.parametrize(
