@@ -20,6 +20,7 @@ from tests.harness.cluster import (
     only_report,
     ray_head,
     ray_node,
+    reports,
     summary,
 )
 from tests.harness.commands import Command, wait_for
