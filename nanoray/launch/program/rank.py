@@ -135,11 +135,9 @@ class ProgramRank:
         oom: whether the kernel has ended it for want of memory. A program that runs for a while gets
         a standby beside it.
         """
-        try:
-            code, at = self._end.result(STANDBY_AFTER_S)
-        except TimeoutError:
+        if not wait([self._end], STANDBY_AFTER_S).done:
             self._standby = self._new_standby(MODULES + LATER_MODULES)
-            code, at = self._end.result()
+        code, at = self._end.result()
         oom = code == -signal.SIGKILL and oom_kills() > self._ooms
         return {"code": code, "at": at, "oom": oom, "size": self._log.stat().st_size}
 
