@@ -140,6 +140,22 @@ def public(key: str, value: Any) -> Any:
     return value
 
 
+def public_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command, of variables their names alone: `--env TOKEN`.
+
+    They are shown to others, and the values may be keys and passwords. So given, a variable is
+    taken from the environment of the command.
+    """
+    shown = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before == "--env":
+            word = word.partition("=")[0]
+        elif word.startswith("--env="):
+            word = "=".join(word.split("=")[:2])
+        shown.append(word)
+    return shown
+
+
 def _as_yaml(value: Any) -> str:
     """Write a value as YAML has it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nanoray.faults.cause import Failure, reason_to_give_up
 from nanoray.launch.placement import Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
+from nanoray.launch.program.files import write_program
 from nanoray.launch.program.rank import MOST_BYTES, OUTPUT_S, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
 from tests.harness.cluster import alive
@@ -156,3 +159,13 @@ def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path)
     assert driver._error_of(0, 1) == ("ValueError", "earlier")
     driver.failures.append(Failure(0, "exception", "failed: ValueError: earlier"))
     assert driver._error_of(0, 1) == ("KeyError", "'later'")
+
+
+def test_no_value_of_a_variable_is_in_the_files_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = {"TOKEN": "hunter2"}
+    monkeypatch.setattr("sys.argv", ["nanoray", "run", "--env", "TOKEN=hunter2", "x.py"])
+    write_program(RankProgram("script", ["x.py"], tmp_path, secret), {"env": secret})
+    assert "TOKEN" in (tmp_path / "program.json").read_text()
+    assert "hunter2" not in (tmp_path / "program.json").read_text()

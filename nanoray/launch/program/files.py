@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoray import __version__
-from nanoray.config.settings import public
+from nanoray.config.settings import public, public_words
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.machine.atomic import write_json
 from nanoray.machine.environment import working_folder
@@ -28,7 +28,7 @@ def write_program(program: RankProgram, keys: Mapping[str, Any]) -> None:
         "trace_every": program.trace_every,
         "config": {key: public(key, value) for key, value in keys.items()},
         "nanoray": __version__,
-        "command": sys.argv,
+        "command": public_words(sys.argv),
         "cwd": working_folder(),
         "started": time.time(),
     }

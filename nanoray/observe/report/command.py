@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from nanoray.config.settings import public_words
+
 # The file of a command -> the words that run it.
 _COMMANDS = {
     "nanoray/train/__main__.py": ["nanoray", "train"],
@@ -17,7 +19,7 @@ _COMMANDS = {
 def typed_command(spec: dict[str, Any]) -> str:
     """Return the program of a run with its flags, without its launcher; "" if none was recorded.
 
-    `spec` is the run's run.json.
+    `spec` is the run's run.json, or program.json.
     """
     argv = [str(word) for word in spec.get("command", [])]
     if not argv:
@@ -29,20 +31,4 @@ def typed_command(spec: dict[str, Any]) -> str:
     for ending, command in _COMMANDS.items():
         if argv[0].endswith(ending):
             words = command
-    return shlex.join([*words, *_without_values(argv[1:])])
-
-
-def _without_values(words: list[str]) -> list[str]:
-    """Return the words of a command, of variables their names alone: `--env TOKEN`.
-
-    A report is shown to others, and the values may be keys and passwords. So given, a variable is
-    taken from the environment of the command.
-    """
-    shown = []
-    for before, word in zip(["", *words], words, strict=False):
-        if before == "--env":
-            word = word.partition("=")[0]
-        elif word.startswith("--env="):
-            word = "=".join(word.split("=")[:2])
-        shown.append(word)
-    return shown
+    return shlex.join([*words, *public_words(argv[1:])])
