@@ -22,17 +22,15 @@ from nanoray.faults.inject import DRIVER, Injector, parse_plan
 from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address, lasting_out_dir, ray_address
 from nanoray.launch.connection import bounded, connected, using
-from nanoray.launch.placement import Placement
+from nanoray.launch.placement import Placement, slots_here
 from nanoray.launch.recovery.driver import Driver
 from nanoray.launch.recovery.pickled_script import PickledScript
 from nanoray.launch.recovery.silence import UnfrozenClock
 from nanoray.launch.signals import catch_signals
 from nanoray.machine.environment import environment
-from nanoray.machine.gpus import discover_gpus
-from nanoray.machine.host import available_cpus
 from nanoray.machine.launchers import refuse_many_starts
 from nanoray.machine.output import say
-from nanoray.machine.slots import Slots, local_slots
+from nanoray.machine.slots import Slots
 from nanoray.observe.track.tracking import require_tracker
 from nanoray.observe.watch.console import choose_console
 from nanoray.train.program import Trains
@@ -88,8 +86,7 @@ def launch(
     if address == "local":
         # The ranks are on this machine; on a cluster rank 0 finds out, before step 1.
         require_tracker(config.track)
-        wanted = None if config.workers == "auto" else config.workers
-        slots = local_slots(config.device, wanted, discover_gpus(), available_cpus())
+        slots = slots_here(config)
         opening.set({"workers": slots.workers}, slots.found)
     if loaded.dry_run:
         with environment(variables):

@@ -24,8 +24,10 @@ from nanoray.config.choose import choose_precision
 from nanoray.errors import PlacementError
 from nanoray.launch.devices import bound_devices
 from nanoray.launch.ray_compat import HEAD_RESOURCE, available_per_node
+from nanoray.machine.gpus import discover_gpus
+from nanoray.machine.host import available_cpus
 from nanoray.machine.output import say
-from nanoray.machine.slots import cpu_share
+from nanoray.machine.slots import Slots, cpu_share, local_slots
 
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
@@ -36,6 +38,12 @@ ASSEMBLED_S = 30.0
 PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)
 # An environment variable that KubeRay's operator sets in every pod.
 _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
+
+
+def slots_here(config: Config) -> Slots:
+    """Return the slots of a run on a Ray of its own, on this machine. Raises PlacementError."""
+    workers = None if config.workers == "auto" else config.workers
+    return local_slots(config.device, workers, discover_gpus(), available_cpus())
 
 
 @dataclass(frozen=True)

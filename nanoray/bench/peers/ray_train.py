@@ -29,9 +29,8 @@ from nanoray.data.prepare import prepare
 from nanoray.errors import NanorayError
 from nanoray.launch.caller import ray_address
 from nanoray.launch.connection import connected
-from nanoray.machine.gpus import discover_gpus
-from nanoray.machine.host import available_cpus
-from nanoray.machine.slots import cpu_share, local_slots
+from nanoray.launch.placement import slots_here
+from nanoray.machine.slots import cpu_share
 from nanoray.parallel.rendezvous import Order
 
 
@@ -53,8 +52,7 @@ def main(
         address = ray_address(config)
         slots = None
         if address == "local":
-            workers = None if config.workers == "auto" else config.workers
-            slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
+            slots = slots_here(config)
             config = config.model_copy(update={"workers": slots.workers})
         dataset = prepare(config)
         with connected(address, slots):

@@ -22,17 +22,15 @@ from nanoray.launch.caller import (
     ray_address,
 )
 from nanoray.launch.connection import bounded, connected, using
-from nanoray.launch.placement import START_TIMEOUT_S, Placement
+from nanoray.launch.placement import START_TIMEOUT_S, Placement, slots_here
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.files import write_outcome, write_program
 from nanoray.launch.program.flags import KEYS, ProgramCommand, require_script
 from nanoray.launch.program.folder import ProgramFolder
 from nanoray.launch.signals import catch_signals
-from nanoray.machine.gpus import discover_gpus
-from nanoray.machine.host import available_cpus
 from nanoray.machine.launchers import refuse_many_starts
 from nanoray.machine.output import say
-from nanoray.machine.slots import Slots, local_slots
+from nanoray.machine.slots import Slots
 
 STOPPING = b"\nSIGTERM to all ranks, which may save and end (Ctrl-C once more: end them now)\n"
 
@@ -78,8 +76,7 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
     address = attached or ray_address(config)
     slots = None
     if address == "local":
-        wanted = None if config.workers == "auto" else config.workers
-        slots = local_slots(config.device, wanted, discover_gpus(), available_cpus())
+        slots = slots_here(config)
         config = config.model_copy(update={"workers": slots.workers})
     what = " ".join([Path(program.words[0]).name, *program.words[1:]])
     if dry_run:
