@@ -35,9 +35,8 @@ _PIDFD_INFO = struct.Struct("QQ11Ii")
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _PAGE = 4096
-POSITION_BYTES = (
-    32  # of a rank's file: its last position (progress.py); the record stands behind it
-)
+# Of a rank's file: its last position (progress.py). The record stands behind it.
+POSITION_BYTES = 32
 # A thread takes a lock within microseconds; this is for a machine that is very busy
 LOCK_S = 30.0
 # The count of the out-of-memory killer is read every 5 s, and 4 readings are kept: an increase

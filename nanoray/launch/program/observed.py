@@ -84,7 +84,7 @@ class RunObserver:
         # Steps are numbered on over all attempts: how many were made before this one, and by now.
         self._steps_before = 0
         self._steps = 0
-        # One thread writes: it imports torch for TensorBoard, which must not delay the output.
+        # One thread writes: what it imports, TensorBoard and for the log torch, must not delay the output.
         self._writer = ThreadPoolExecutor(1)
         self._files: list[Any] = []
         self._log: CommLog | None = None
@@ -106,9 +106,8 @@ class RunObserver:
         self._actors = list(actors)
         self._offsets = [0] * len(actors)
         self._attempt = attempt
-        self._looked = (
-            0.0  # the first look comes at once: a short program may end before the next one
-        )
+        # The first look comes at once: a short program may end before the next one.
+        self._looked = 0.0
         clocks = self._compare_clocks(nodes) if self._traced and len(set(nodes)) > 1 else None
         self._submit(self._begin, len(actors), clocks)
 
