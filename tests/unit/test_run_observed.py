@@ -51,14 +51,20 @@ def test_a_rank_outside_of_a_group_is_not_behind_in_it() -> None:
 
 def test_a_rank_that_computes_in_a_collective_does_not_move() -> None:
     before = Movement(output=10, cpu=1.0, ended=5, waits=True)
-    assert not before._replace(cpu=9.0).is_after(before)  # NCCL spins
-    assert before._replace(ended=6).is_after(before)
-    assert before._replace(output=11).is_after(before)
+    assert not before._replace(cpu=9.0).is_after(before, 10.0)  # NCCL spins
+    assert before._replace(ended=6).is_after(before, 10.0)
+    assert before._replace(output=11).is_after(before, 10.0)
     # Outside of a collective it computes for itself.
-    assert before._replace(cpu=9.0, waits=False).is_after(before)
-    alone = before._replace(waits=False)
-    assert alone._replace(cpu=9.0).is_after(alone)
-    assert not alone._replace(cpu=1.1).is_after(alone)
+    assert before._replace(cpu=9.0, waits=False).is_after(before, 10.0)
+
+
+def test_a_rank_with_a_thread_that_looks_around_does_not_move() -> None:
+    """However long it does: 0.1 s in each 10 s is no work, but a tenth of a core is."""
+    before = Movement(output=10, cpu=1.0, ended=0, waits=False)
+    assert not before._replace(cpu=1.1).is_after(before, 10.0)
+    assert before._replace(cpu=2.0).is_after(before, 10.0)
+    # The kernel counts in ticks: between two looks of a short timeout a single one is nothing.
+    assert not before._replace(cpu=1.01).is_after(before, 0.1)
 
 
 def test_counts_are_read_while_they_are_written(tmp_path: Path) -> None:

@@ -47,9 +47,12 @@ from nanoray.machine.output import say
 from nanoray.machine.text import clock
 
 POLL_S = 0.1
+HEAD_START_S = 10.0  # at most, of rank 0 before the others
 TICK_S = 0.25  # the longest wait for news of the ranks: a stop is noticed in between
 MOVES_S = 15.0  # between two looks whether the ranks move: each reads all of /proc
-MOMENT_S = 0.2  # of CPU: more than a rank uses that only waits
+# Of one core: more than a rank uses that only waits, though some of its threads look around at times
+WAITING_SHARE = 0.02
+CLOCK_TICK_S = 0.01  # in which the kernel counts CPU time
 # From the first failure until all are known that happened at the same moment
 SETTLE_S = 2 * POLL_S
 # A failure so soon after the start says something of the program, if it comes again.
@@ -99,14 +102,15 @@ class Movement(NamedTuple):
     ended: int  # collectives; with --trace only
     waits: bool  # in a collective
 
-    def is_after(self, before: Movement) -> bool:
-        """Whether it has printed, ended a collective, or computed for a moment since `before`.
+    def is_after(self, before: Movement, seconds: float) -> bool:
+        """Whether it has printed, ended a collective, or computed in the seconds since `before`.
 
         A rank that waits in a collective of NCCL computes without end, which is no movement.
         """
         if self.output != before.output or self.ended != before.ended:
             return True
-        return self.cpu - before.cpu > MOMENT_S and not (self.waits and before.waits)
+        computes = self.cpu - before.cpu > WAITING_SHARE * seconds + CLOCK_TICK_S
+        return computes and not (self.waits and before.waits)
 
 
 class StopRequestedNow(Exception):
@@ -297,7 +301,12 @@ class ProgramDriver:
                 variables["GLOO_SOCKET_IFNAME"] = self.facts[rank]["interface"]
             variables |= self.program.variables
             self._texts[rank] = b""
-            starts.append(actor.start.remote(order, variables))
+            # Rank 0 begins first: the others connect to its store, and torch lets one that comes
+            # too early sleep for half a second.
+            patience_s = HEAD_START_S if rank == 0 else 0.0
+            starts.append(actor.start.remote(order, variables, patience_s))
+            if rank == 0 and len(self.actors) > 1:
+                ray.get(starts, timeout=START_TIMEOUT_S)
         pids = ray.get(starts, timeout=START_TIMEOUT_S)
         for facts, pid in zip(self.facts, pids, strict=True):
             facts["pid"] = pid
@@ -367,13 +376,17 @@ class ProgramDriver:
                 self._end()
                 raise StopRequestedNow
             self.observer.collect()
-            if look_s and time.monotonic() - looked_at > look_s:
-                looked_at = time.monotonic()
+            since_look_s = time.monotonic() - looked_at
+            if look_s and since_look_s > look_s:
+                looked_at += since_look_s
                 now = self._movements()
-                if any(map(Movement.is_after, now, before)):
-                    before, moved_at = now, looked_at
+                if any(
+                    new.is_after(old, since_look_s) for new, old in zip(now, before, strict=True)
+                ):
+                    moved_at = looked_at
                 elif looked_at - moved_at > self.program.hang_timeout_s:
                     return [self._hung(looked_at - moved_at)]
+                before = now
 
     def _news(self, wait_s: float) -> list[tuple[int, dict[str, Any]]]:
         """Take the output that is awaited, and return which ranks have ended, and how.

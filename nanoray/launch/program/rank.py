@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray
 
@@ -108,10 +109,13 @@ class ProgramRank:
         """Return a port of this node that nothing listens on."""
         return free_port("")
 
-    def start(self, order: dict[str, Any], variables: dict[str, str]) -> int:
+    def start(
+        self, order: dict[str, Any], variables: dict[str, str], patience_s: float = 0.0
+    ) -> int:
         """Start the program and return its pid.
 
-        order: see standby.py. variables: besides this process' own.
+        order: see standby.py. variables: besides this process' own. patience_s: how long to wait until
+        the program begins, which is when its process has imported torch.
         """
         self.end_group()  # what the program before has left
         process = self._standby or self._new_standby(MODULES)
@@ -120,9 +124,11 @@ class ProgramRank:
         line = json.dumps(order | {"variables": self._own_variables() | variables})
         assert process.stdin
         process.stdin.write(line.encode() + b"\n")
-        process.stdin.close()
+        process.stdin.flush()
         self._process = process
         self._reaper = reaper_of(process.pid)
+        _wait_for_reader_to_close(process.stdin, patience_s)
+        process.stdin.close()
         self._end = Future()
         self._ooms = oom_kills()
         threading.Thread(target=self._wait_for, args=(process, self._end), daemon=True).start()
@@ -238,6 +244,13 @@ class ProgramRank:
     def _wait_for(process: subprocess.Popen[bytes], end: Future[tuple[int, float]]) -> None:
         """Note when a program has ended. (in a thread)"""
         end.set_result((process.wait(), time.time()))
+
+
+def _wait_for_reader_to_close(pipe: IO[bytes], patience_s: float) -> None:
+    """Wait until nobody reads from a pipe any more: the process has closed its stdin, or has ended."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # that a pipe has no reader is reported without being asked for
+    poll.poll(1e3 * patience_s)
 
 
 def reaper_of(group: int) -> subprocess.Popen[bytes]:
