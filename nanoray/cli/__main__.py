@@ -76,8 +76,8 @@ def _conflict_lines() -> list[str]:
         "",
         "## What does not go together",
         "",
-        "nanoray refuses each row before training starts: as soon as it has read the keys, or when it "
-        "knows the number of ranks and the device.",
+        "nanoray refuses each row before training starts: as soon as it has read the keys, or found the "
+        "number of ranks and the device.",
         "",
         "| asked for | not with | why | instead |",
         "| --- | --- | --- | --- |",

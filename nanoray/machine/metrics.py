@@ -411,7 +411,7 @@ def to_markdown() -> str:
             "`ray_nanoray_train_loss` and so on, with",
             "the tags `run` and `rank`, as long as the run trains ([alerts](alerts.md)). A script adds values "
             "of its own with",
-            "`run.log` ([callbacks](own/callbacks.md)).",
+            "`run.log` ([callbacks](python.md#callbacks)).",
             "",
             "| name | unit | meaning | healthy |",
             "| --- | --- | --- | --- |",
