@@ -409,7 +409,7 @@ def to_markdown() -> str:
             "floats have full",
             "precision. TensorBoard shows the same names. Ray exports them as "
             "`ray_nanoray_train_loss` and so on, with",
-            "the tags `run` and `rank`, as long as the run trains ([alerts](alerts.md)). A script adds values "
+            "the tags `run` and `rank`, as long as the run trains ([alerts](reports.md#alerts)). A script adds values "
             "of its own with",
             "`run.log` ([callbacks](python.md#callbacks)).",
             "",
