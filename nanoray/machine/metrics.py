@@ -264,7 +264,7 @@ METRICS: dict[str, Metric] = {
             "pipe/bubble_theory",
             "%",
             "the same by the schedule alone: (pp - 1) / (chunks x micro batches + pp - 1), if all "
-            "turns of a kind take equally long and messages take no time",
+            "passes of a kind take equally long and messages take no time",
             "more micro batches or chunks lower it",
         ),
         Metric(
