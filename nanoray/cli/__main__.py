@@ -5,10 +5,12 @@ together.
 from __future__ import annotations
 
 import argparse
+import re
+from itertools import groupby
 
 from nanoray.cli.parsers import build_parser
 from nanoray.config import Config
-from nanoray.config.conflict_rows import Conflict, Rule, known_from
+from nanoray.config.conflict_rows import Conflict, Rule
 from nanoray.config.conflicts import TABLE
 from nanoray.config.load import read_names
 from nanoray.config.paths import PATH_KEYS
@@ -26,30 +28,21 @@ def to_markdown() -> str:
         "`--help` prints a screen of them, `--help all` all of them, `--help GROUP` or `--help FLAG` "
         "a part. `--max-steps` is `--max_steps`.",
         "",
-        "A value means the same in a file as on the command line: `off` and `2026-01-01` are the "
-        "words that stand there, and `6e5` is 600000. A key that stands twice is an error. "
-        "`training: {batch_size: 32}` is a batch of each rank; the flat keys are below.",
+        "A value means the same in a file as on the command line: `off` and `2026-01-01` are texts, and "
+        "`6e5` is 600000. A key that stands twice is an error. `training: {batch_size: 32}` is a batch "
+        "of each rank.",
         "",
-        f"In paths ({', '.join(f'`{key}`' for key in PATH_KEYS)}) `~`, `$NAME` and `${{NAME}}` are "
-        "expanded, in files, flags and a script's dict, by the command that opens the run and in "
-        "its environment (`nanoray kube`: in the head's pod). A variable that is not set is an "
-        "error. config.json has the expanded path. Other keys, `env` too, are taken as they stand.",
+        f"In paths ({', '.join(f'`{key}`' for key in PATH_KEYS)}) the command that opens the run "
+        "expands `~`, `$NAME` and `${NAME}` in its own environment (`nanoray kube`: in the head's "
+        "pod). A variable that is not set is an error. Other keys, `env` too, stay as they are.",
         "",
-        "`--dry_run` and `nanoray check` print with `--verbose` who has set each key that has not its default: a "
-        "preset, a file, the weights of `init_from`, a flag, the run that is resumed, this machine or "
-        "a rule. run.json keeps it, beside config.json (`origins`).",
+        "With `--verbose`, `--dry_run` and `nanoray check` print where each value comes from that is "
+        "not the default; run.json keeps it (`origins`). A resume prints which keys differ from those "
+        "of the run:",
         "",
         "```",
         "setting    lr 0.003 (preset shakespeare-cpu)",
-        "setting    max_steps 400 (flag)",
-        "setting    precision fp32 (this CPU has neither amx_bf16 nor avx512_bf16)",
         "setting    workers 2 (2 CPUs)",
-        "```",
-        "",
-        "A resume prints which keys differ from those that the run was trained with, and who has set "
-        "them here:",
-        "",
-        "```",
         "resume  not the recipe of RUN: lr is 0.003 there and 0.001 here (flag)",
         "resume  other settings than RUN: workers is 4 there and 2 here (2 CPUs)",
         "```",
@@ -78,20 +71,22 @@ def _flag_row(action: argparse.Action) -> str:
 
 
 def _conflict_lines() -> list[str]:
-    """Return the table of conflicts: what is refused, why, what helps, and when it is known."""
+    """Return the table of conflicts: what is refused, why, and what helps."""
     lines = [
         "",
         "## What does not go together",
         "",
-        "Each row is refused before training starts: as soon as the keys are read, or when the "
-        "number of ranks or the device is known.",
+        "nanoray refuses each row before training starts: as soon as it has read the keys, or found the "
+        "number of ranks and the device.",
         "",
-        "| asked for | not with | why | instead | known from |",
-        "| --- | --- | --- | --- | --- |",
+        "| asked for | not with | why | instead |",
+        "| --- | --- | --- | --- |",
     ]
-    for row in TABLE:
-        if isinstance(row, Conflict):
-            lines.append(_row_of_two(row))
+    rows = [_cells_of(row) for row in TABLE if isinstance(row, Conflict)]
+    # What one thing excludes, then what excludes one thing
+    for column in (0, 1):
+        rows = _joined(rows, column)
+    lines += [_table_row(row) for row in rows]
     lines += [
         "",
         "Sizes must fit each other; the message names a size that does:",
@@ -103,23 +98,48 @@ def _conflict_lines() -> list[str]:
     return lines
 
 
+def _joined(rows: list[list[str]], column: int) -> list[list[str]]:
+    """Join neighbouring rows that differ in one column only, and in its key's name in the remedy."""
+
+    def remedy(row: list[str]) -> str:
+        key = row[column].partition(" ")[0]
+        return re.sub(rf"(--)?\b{key}\b(?! \d)", "it", row[3])
+
+    def rest(row: list[str]) -> list[str]:
+        return [row[1 - column], row[2], remedy(row)]
+
+    found = []
+    for _, group in groupby(rows, rest):
+        alike = list(group)
+        first = list(alike[0])
+        if len(alike) > 1:
+            first[column] = "; ".join(row[column] for row in alike)
+            first[3] = remedy(alike[0])
+        found.append(first)
+    return found
+
+
 def _neighbour_lines() -> list[str]:
     """Return the names that other programs have for our keys."""
     lines = [
         "",
         "## Coming from other tools: names",
         "",
-        "An unknown flag or key is answered with ours where another program has that name.",
+        "nanoray answers an unknown flag or key with its own, where another program has that name.",
         "",
-        "| there | here |",
+        "| here | there |",
         "| --- | --- |",
     ]
+    names: dict[str, list[str]] = {}
     for theirs, ours in read_names("others.yaml").items():
-        lines.append(_table_row([f"`{theirs}`", ours]))
+        key, space, difference = ours.partition(" ")
+        names.setdefault(key, []).append(f"`{theirs}`{space}{difference}")
+    lines += [_table_row([f"`{key}`", ", ".join(theirs)]) for key, theirs in names.items()]
     return lines
 
 
-def _row_of_two(row: Conflict) -> str:
+def _cells_of(row: Conflict) -> list[str]:
+    """Return a row's cells: what is asked, what it does not go with, why, and the remedy."""
     other = row.other.words
     if row.also is not None:
         other += f", {row.also.words}"
@@ -129,7 +149,7 @@ def _row_of_two(row: Conflict) -> str:
         why = "it would be ignored"
     if row.ignored and row.why:
         why = f"it would be ignored: {row.other.key} {row.why}"
-    return _table_row([row.asked.words, other, why, row.remedy, known_from(row)])
+    return [row.asked.words, other, why, row.remedy]
 
 
 def _table_row(cells: list[str]) -> str:

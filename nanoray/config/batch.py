@@ -10,19 +10,17 @@ class BatchKeys(Group):
 
     # Length of sequences
     seq_warmup_steps: Natural = field(0, "batch")
-    """gpt: steps in which each sequence is cut into shorter ones, of 8 tokens at
-    first, then of twice as many, and so on up to block_size (0 = off); a step has as many tokens as
-    without; block_size is 16, 32, 64, ..."""
+    """gpt: steps in which each sequence is cut into pieces of 8 tokens, then 16, and so on up to
+    block_size, with as many tokens a step (0 = off); block_size is 16, 32, 64, ..."""
 
     seq_warmup_from: Positive = hidden(8, "batch")
     """fixed: tokens of a sequence at first"""
 
     # Number of sequences. A size that is not given follows from the others
     micro_batch_size: Natural = field(0, "batch")
-    """sequences per rank per forward pass (0 = follows from the global batch). auto = the fastest
-    that fits: `python -m nanoray.launch` asks `nanoray tune` before the run begins; it needs
-    global_batch_size, which stays. Out of memory? A run halves it by itself (on_oom): accumulation
-    doubles, and the global batch stays"""
+    """sequences per rank per forward pass (0 = follows from the global batch; auto = the fastest
+    that fits: `python -m nanoray.launch` asks `nanoray tune`). Out of memory? A run halves it by
+    itself (on_oom)"""
 
     micro_batch_search: bool = hidden(False, "batch")
     """micro_batch_size auto: `nanoray tune` measures the size, before the run begins"""

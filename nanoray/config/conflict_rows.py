@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from nanoray.config.keys import Keys
-
-Known = Literal["keys", "flags", "ranks", "device"]
 
 
 @dataclass(frozen=True)
@@ -125,17 +123,6 @@ class Rule:
 
 
 Row = Conflict | Rule
-
-
-def known_from(row: Row) -> Known:
-    """Return what must be known before a row can be decided."""
-    if row.typed:
-        return "flags"
-    if "workers" in row.keys:
-        return "ranks"
-    if "device" in row.keys:
-        return "device"
-    return "keys"
 
 
 # ---- constructors --------------------------------------------------------------------------------

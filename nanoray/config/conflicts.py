@@ -227,7 +227,7 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "with one chunk it is the schedule 1f1b", "use pp_schedule 1f1b, or at least 2 chunks"),
     refused("pp above 1", _NO_GPT, "it splits the blocks of a gpt", "drop pp"),
     refused("dp_mode fsdp", "pp above 1",
-            "each turn of a micro batch would gather a stage's weights anew",
+            "each pass of a micro batch would gather a stage's weights anew",
             "use dp_mode zero2, which shards all but the weights, or drop pp"),
     refused("pp_schedule zero_bubble", _COMPILED,
             "a compiled block computes both halves of its backward at once",

@@ -30,11 +30,9 @@ class DataKeys(Group):
 
     # Which data, and where they come from
     dataset: str = path("auto", "data", min_length=1)
-    """auto (cached, else download, else Python's standard library) | shakespeare | stdlib | PATH of
-    a text file, or of a folder with token files (train.bin and val.bin,
-    or several of each: train_000.bin ...), or a PATTERN of such files ('DIR/fineweb_*_00000?.bin');
-    for a resnet: auto (cached, else download, else generated) | cifar10 | cifar10-generated
-    (patterns of 10 classes under noise)"""
+    """auto (cached, downloaded, else Python's standard library) | shakespeare | stdlib | PATH of a
+    text file, or of a folder with token files | 'PATTERN' of token files; resnet: auto | cifar10 |
+    cifar10-generated (patterns of 10 classes under noise)"""
 
     data_url: str = path("", "data")
     """where `shakespeare` or `cifar10` comes from instead: an http(s):// or file:// URL; its sha256

@@ -25,7 +25,7 @@ class LogKeys(Group):
     # Statistics of each layer
     precision_stats: str = field("off", "log", pattern=r"^(off|every=[1-9]\d*)$")
     """count in each layer the gradients that are zero or subnormal, and the weights that an update
-    leaves as they were: off | every=K (in every K-th step, which is logged)"""
+    does not change: off | every=K steps"""
 
     # When a command ends before its schedule
     stop_at: Natural = field(0, "log")
@@ -33,18 +33,16 @@ class LogKeys(Group):
 
     target_loss: float = field(0.0, "log", ge=0)
     """write a checkpoint and exit 0 after the first evaluation with a validation loss of at most
-    this (0 = run to max_steps); max_steps is still where the learning rate's schedule ends"""
+    this (0 = run to max_steps)"""
 
     # Instruments; none of them changes a bit of the training
     statistics_every: Natural = field(0, "log")
     """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates,
-    activations, attention, dead units (0 = never); rank 0 measures them, and no bit of the training
-    changes"""
+    activations, attention, dead units (0 = never)"""
 
     profile: str = field("", "log")
-    """steps A:B, from A up to B but without B, whose operations and memory torch.profiler records;
-    nanoray report timeline RUN --profile puts them on one clock; these steps take longer, no bit of
-    the training changes"""
+    """A:B: torch.profiler records operations and memory of the steps from A to B - 1; nanoray
+    report timeline RUN --profile puts all ranks on one clock"""
 
     comm_trace: str = field("off", "log")
     """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) |
@@ -66,8 +64,8 @@ class LogKeys(Group):
     """steps between checkpoints (0 = only at the end and when asked to stop)"""
 
     checkpoint_mode: Literal["async", "sync"] = field("async", "log")
-    """async (training waits for a copy in host memory, as large as weights and optimizer state; a
-    thread of rank 0 writes it) | sync (training waits until the checkpoint is on disk)"""
+    """async (training waits for a copy in host memory, and a thread writes it) | sync (training
+    waits until the checkpoint is on disk)"""
 
     keep_checkpoints: Positive = field(2, "log")
     """newest checkpoints to keep, besides the best one"""
@@ -83,8 +81,8 @@ class LogKeys(Group):
         "none", "log"
     )
     """report the run to a tracker of experiments, too: none | wandb (Weights & Biases) | mlflow;
-    each needs its package, pip install 'nanoray[wandb]'. Its own variables decide server, key and
-    project: WANDB_*, MLFLOW_*. A tracker that fails or hangs gives a warning and nothing else"""
+    each needs its package, pip install 'nanoray[wandb]', and reads its own variables, WANDB_* or
+    MLFLOW_*"""
 
     # Set by presets alone; a change of the recipe drops it
     expected_val_loss: dict[str, float] = Field(

@@ -42,12 +42,11 @@ class MeshKeys(Group):
     # Axes that only a gpt has
     ep: Positive = field(1, "dist")
     """expert parallelism: data ranks that share the experts of a layer, experts/ep each, and send
-    each other tokens; ep divides the data ranks, and dp/ep of them hold the same experts; with
-    dp_mode ddp_by_hand, zero1 or zero2, and with tp and pp or without"""
+    each other tokens; divides the data ranks"""
 
     sequence_parallel: bool = field(False, "dist")
-    """tp: between layers each of its ranks works on its own part of every sequence: norms, dropouts
-    and sums, with 1/tp of their activations; the same bytes travel, in two collectives for one"""
+    """tp: each of its ranks computes norms, dropouts and sums for its own part of every sequence:
+    less memory for activations, the same bytes sent"""
 
     # Ranks and their devices
     workers: Positive | Literal["auto"] = field("auto", "dist")
@@ -57,10 +56,8 @@ class MeshKeys(Group):
     """cuda (whole GPUs) | mig (slices) | cpu | auto (the first of these that exists)"""
 
     backend: Literal["auto", "nccl", "gloo"] | str = field("auto", "dist")
-    """process group: auto (NCCL on distinct GPUs, gloo on CPU and where NCCL does not support a
-    shared GPU) | nccl | gloo | MODULE:NAME (one that MODULE, imported on each rank, registers as
-    NAME with torch.distributed.Backend.register_backend; after a lost rank it is treated as
-    NCCL)"""
+    """process group: auto (NCCL on distinct GPUs, else gloo) | nccl | gloo | MODULE:NAME (MODULE,
+    imported on each rank, registers NAME by torch.distributed.Backend.register_backend)"""
 
     placement: Literal["pack", "spread"] = field("pack", "dist")
     """pack ranks on few nodes, or spread them over many"""
@@ -70,17 +67,14 @@ class MeshKeys(Group):
 
     # How ranks share the work
     dp_mode: Literal["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"] = field("ddp", "dist")
-    """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) |
-    ddp_by_hand (the same, with buckets in plain sight; the default with pp or ep) | zero1 (each rank
-    keeps 1/n of the optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights: it
-    frees a block's after its forward and gathers them again in backward)"""
+    """how ranks share the work: ddp (torch's; each keeps the whole state) | ddp_by_hand (the same,
+    with buckets in plain sight; the default with pp or ep) | zero1 (each keeps 1/n of the optimizer
+    state) | zero2 (and of the gradients) | fsdp (and of the weights)"""
 
     mirror: Literal["auto", "off"] = field("auto", "dist")
-    """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are
-    several, keeps a copy of each rank's share and does the same updates, so a lost rank is replaced
-    with no step repeated; with AdamW on n ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n
-    sent per step; with replicas another group has each share, and nothing is copied) | off (they
-    restart from a checkpoint)"""
+    """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank keeps a copy of each rank's
+    share, so a lost rank is replaced with no step repeated) | off (they restart from a
+    checkpoint)"""
 
     fsdp_reshard: Literal["full", "grad_op"] = field("full", "dist")
     """dp_mode fsdp: full (free a block's weights after its forward) | grad_op (keep them until its
@@ -91,26 +85,23 @@ class MeshKeys(Group):
     norms are rounded, too"""
 
     replicas: Positive = field(1, "dist")
-    """hybrid sharding with zero1, zero2 and fsdp: groups of data ranks that each hold the whole
-    state; ranks of one group (a node) shard it by dp_mode, and the groups sum their shares of the
-    gradients; the other group is a lost rank's mirror; replicas divides the data ranks"""
+    """zero1, zero2 and fsdp: groups of data ranks, such as nodes, that each hold the whole state;
+    the ranks of one group shard it. Divides the data ranks"""
 
     # Memory against time
     activation_checkpointing: Literal["none", "selective", "block"] = field("none", "dist")
-    """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix
-    products and attention; about a third of the activations less, norms and GELU are computed
-    twice) | block (each block's input only: by far the least, and a step computes every block's
-    forward twice, up to a third more time); no loss changes by a bit"""
+    """which activations a forward keeps for backward: none (all: fastest) | selective (of matrix
+    products and attention: about a third less) | block (each block's input: least, and a second
+    forward); no loss changes by a bit"""
 
     # Axes of the mesh; ranks = dp x cp x tp x pp
     cp: Positive = field(1, "dist")
     """context parallelism: ranks that share every sequence of a gpt, block_size/cp tokens each;
-    attention passes keys and values from rank to rank; ranks = dp x cp x tp x pp"""
+    ranks = dp x cp x tp x pp"""
 
     cp_attention: Literal["ring", "all_gather"] = field("ring", "dist")
-    """cp: ring (a block of keys and values travels while a rank computes with the one before) |
-    all_gather (all keys and values are gathered first: simple, nothing is hidden, and a rank
-    keeps those of whole sequences until the layer's backward)"""
+    """cp: ring (keys and values travel from rank to rank while these compute) | all_gather (all are
+    gathered first: simple, nothing is hidden, more memory)"""
 
     tp: Positive = field(1, "dist")
     """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;
@@ -121,9 +112,9 @@ class MeshKeys(Group):
     batches pass"""
 
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = field("1f1b", "dist")
-    """pp: gpipe (all forwards, then all backwards) | 1f1b (in turn: the same time, and at most pp
-    micro batches' activations) | interleaved (each rank has several chunks of layers: less waiting,
-    more travels) | zero_bubble (gradients of weights fill the time in which a stage would wait)"""
+    """pp: gpipe (all forwards, then all backwards) | 1f1b (one after the other: less memory) |
+    interleaved (several chunks of layers per rank: less waiting, more travels) | zero_bubble
+    (gradients of weights fill the waiting time)"""
 
     pp_chunks: Natural = field(0, "dist")
     """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
@@ -148,14 +139,14 @@ class MeshKeys(Group):
 
     head_timeout_s: float = field(15.0, "dist", gt=0)
     """seconds without the cluster's head after which the ranks save and the run ends; raise it only
-    where the head's state outlives it (GCS fault tolerance) and the driver is on another node"""
+    where the head's state outlives it (GCS fault tolerance)"""
 
     ray_address: str = field("auto", "dist", min_length=1)
     """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""
 
     placement_timeout_s: float = field(4.0, "dist", gt=0)
-    """seconds to wait for busy resources, and for nodes that have not joined; above the default
-    also for those that an autoscaler may add, or that join later"""
+    """seconds to wait for busy resources and for nodes; above the default also for nodes that an
+    autoscaler may add, or that join later"""
 
     @property
     def replica_ranks(self) -> int:

@@ -25,8 +25,8 @@ class ModelKeys(Group):
     """experts that every token goes to, beside those chosen for it"""
 
     expert_capacity: float = field(0.0, "model", ge=0)
-    """while training an expert takes at most this factor x the mean number of a sequence's tokens;
-    those after them are dropped: the block passes them on as they are (0 = dropless)"""
+    """the most tokens of a sequence that an expert takes while training, as a factor of their mean;
+    the block passes the others on as they are (0 = dropless)"""
 
     balance_loss: float = field(0.01, "model", ge=0)
     """factor of the loss that spreads the tokens of each sequence over the experts; no logged loss
@@ -37,9 +37,9 @@ class ModelKeys(Group):
 
     # Where the weights of step 0 come from
     init_from: str = path("", "model")
-    """gpt: begin with the weights of FILE in place of random ones: a file of `nanoray checkpoint import` or
-    of `nanoray checkpoint export`. The sizes of the model, its biases and the form of GELU come from
-    there; a smaller block_size crops the positions. A resumed run has its own weights"""
+    """gpt: begin with the weights of FILE, made by `nanoray checkpoint import` or `nanoray
+    checkpoint export`. They decide sizes, biases and the form of GELU; a smaller block_size crops
+    the positions"""
 
     # The form of an activation, which is a part of what the weights mean
     gelu: Literal["exact", "tanh"] = field("exact", "model")

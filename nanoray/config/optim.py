@@ -15,33 +15,30 @@ class OptimKeys(Group):
         field("auto", "optim")
     )
     """auto (the fastest one that is safe on this device, printed with its reason) | fp32 | tf32
-    (GPUs: products of float32 with 10 bits) | bf16 | fp16 (with a loss scaler); weights and
-    optimizer state are float32 in all of these | bf16_pure | fp16_pure (weights, gradients and
-    optimizer state in 16 bits, for a gpt; see docs/precision.md) | fp8 (bf16, with products of
-    8-bit floats in a gpt's blocks; an emulation where the hardware has none)"""
+    (GPUs) | bf16 | fp16 (with a loss scaler) | bf16_pure | fp16_pure (weights, gradients and
+    optimizer state in 16 bits) | fp8 (products of 8-bit floats; emulated where the hardware has
+    none); see docs/precision.md"""
 
     fp8_scaling: Literal["tensor", "row"] = field("tensor", "optim")
     """precision fp8: one scale for each tensor | for each row"""
 
     master_weights: Literal["none", "fp32"] = field("none", "optim")
-    """precision bf16_pure and fp16_pure: none | fp32 (the optimizer keeps a float32 copy of each
-    weight, and its moments in float32, so that no small update is lost)"""
+    """precision bf16_pure and fp16_pure: none | fp32 (the optimizer keeps weights and moments in
+    float32, so that no small update is lost)"""
 
     rounding: Literal["nearest", "stochastic"] = field("nearest", "optim")
-    """precision bf16_pure: how an update is rounded to bf16: nearest | stochastic (up or down at random,
-    right on average, so that small updates add up; its random bits follow from seed, step and
-    weight)"""
+    """precision bf16_pure: how an update is rounded: nearest | stochastic (up or down at random, so
+    that small updates add up)"""
 
     # Kernels: the same mathematics, computed otherwise
     attention: Literal["auto", "flash", "cudnn", "plain"] = field("auto", "optim")
     """gpt: flash (torch's fused kernel) | cudnn (cuDNN's, on GPUs and in 16 bits) | plain (two
-    products and a softmax; keeps block_size numbers per token and head for backward) | auto (plain
-    where it was measured to win, on CPUs: with dropout, or in bf16 if they multiply bf16 and
-    block_size is at most 256; on GPUs with audits; else flash)"""
+    products and a softmax, which take more memory) | auto (plain where it was measured to win, and
+    on GPUs with audits; else flash)"""
 
     loss_chunk: Natural = field(0, "optim")
-    """gpt: tokens whose logits are in memory at a time while the loss is computed (0 = all of a
-    micro batch); 1024 saves most of the logits' memory where the vocabulary is large"""
+    """gpt: tokens whose logits are in memory at a time (0 = all of a micro batch); 1024 saves most
+    of their memory where the vocabulary is large"""
 
     # Beside lr, since an orthogonal update has another scale than one of adamw
     muon_lr: float = field(0.02, "optim", gt=0)
@@ -50,9 +47,8 @@ class OptimKeys(Group):
 
     # What ranks send of their gradients. It changes the result, so it is a key of the recipe
     grad_compress: Literal["none", "bf16", "fp16"] = field("none", "optim")
-    """dp_mode ddp and ddp_by_hand: what ranks send of their gradients: none (all, in float32) |
-    bf16 | fp16 (half the bytes). It changes the result, and saves time where a link is slow: see
-    docs/precision.md"""
+    """dp_mode ddp and ddp_by_hand: type in which ranks send gradients: none (float32) | bf16 | fp16
+    (half the bytes, another result: see docs/precision.md)"""
 
     # Length of the schedule
     max_steps: Positive = field(2000, "optim")
@@ -64,8 +60,8 @@ class OptimKeys(Group):
 
     # Optimizer
     optimizer: Literal["adamw", "sgd", "muon"] = field("adamw", "optim")
-    """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a
-    factor on the gradient) | muon (of a gpt: orthogonal updates of the blocks' matrices, adamw for all else)"""
+    """adamw (fused) | sgd (plain unless given momentum) | muon (of a gpt: orthogonal updates of the
+    blocks' matrices, adamw for all else)"""
 
     momentum: float = field(0.0, "optim", ge=0, lt=1)
     """sgd: decay of the sum of past gradients (0 = plain)"""
@@ -117,7 +113,7 @@ class OptimKeys(Group):
     # Off by default: compiling takes longer than a short run gains
     compile: bool | Literal["cuda_graphs"] = field(False, "optim")
     """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs.
-    cuda_graphs: also launch the kernels of each at once, for small models on a GPU"""
+    cuda_graphs: also launch the kernels of each at once"""
 
     def check(self) -> None:
         """Raise ValueError for a schedule that would rise at its end."""

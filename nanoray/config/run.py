@@ -37,25 +37,22 @@ class RunKeys(Group):
 
     resume: str = path("none", "run", min_length=1)
     """none | auto (the newest run with this name and recipe in out_dir, or at --upload) | PATH or
-    URL of a run folder or of one checkpoint | URL of several runs (the newest with this name and
-    recipe)"""
+    URL of a run or of one checkpoint | URL of several runs (as auto)"""
 
     # A copy in object storage
     upload: str = path("", "run")
-    """URL below which a process beside the training puts a copy of the run: each checkpoint,
-    and with it records and reports; s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER.
-    Credentials come from the environment (AWS_*, GOOGLE_*) or the machine's role. No failure of it
-    ends a run that has begun, and nothing is removed there"""
+    """URL below which a process of its own copies each checkpoint and the run's records:
+    s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER. Its failures end no run; credentials
+    come from the environment or the machine's role"""
 
     upload_timeout: float = field(300.0, "run", ge=0)
-    """seconds that the end of a run waits for what --upload has not sent yet; Ctrl-C ends the wait.
-    Then a line has the command that sends the rest"""
+    """seconds that the end of a run waits for the rest of --upload; Ctrl-C ends the wait. Then a
+    line has the command that sends it"""
 
     # What the processes of the ranks find in their environment
     env: dict[str, str | None] = field({}, "run")
     """environment variable of every rank, KEY=VALUE or KEY, as often as needed; in YAML a mapping.
-    KEY alone has the value of this command's shell, which is written nowhere (for tokens and keys);
-    a resume takes it from its own shell again"""
+    KEY alone takes this shell's value, for tokens: it is written nowhere"""
 
     # One seed for all random numbers: a resume repeats them from seed and step
     seed: Integer = field(1337, "run", ge=0, lt=2**63)

@@ -264,7 +264,7 @@ METRICS: dict[str, Metric] = {
             "pipe/bubble_theory",
             "%",
             "the same by the schedule alone: (pp - 1) / (chunks x micro batches + pp - 1), if all "
-            "turns of a kind take equally long and messages take no time",
+            "passes of a kind take equally long and messages take no time",
             "more micro batches or chunks lower it",
         ),
         Metric(
@@ -409,9 +409,9 @@ def to_markdown() -> str:
             "floats have full",
             "precision. TensorBoard shows the same names. Ray exports them as "
             "`ray_nanoray_train_loss` and so on, with",
-            "the tags `run` and `rank`, as long as the run trains ([alerts](alerts.md)). A script adds values "
+            "the tags `run` and `rank`, as long as the run trains ([alerts](reports.md#alerts)). A script adds values "
             "of its own with",
-            "`run.log` ([callbacks](own/callbacks.md)).",
+            "`run.log` ([callbacks](python.md#callbacks)).",
             "",
             "| name | unit | meaning | healthy |",
             "| --- | --- | --- | --- |",

@@ -1,8 +1,7 @@
-"""The lessons of docs/course: each command is run as it stands there, and prints what the lesson
+"""The lessons of docs/course.md: each command runs as it stands there, and prints what the lesson
 shows.
 
-Lessons 1, 5 and 8 by default; those that start several processes, or Ray, are marked `full`, and so
-are the commands of the exercises.
+Lessons 1, 5 and 8 by default; those that start several processes, or Ray, are marked `full`.
 """
 
 from __future__ import annotations
@@ -18,21 +17,16 @@ import pytest
 
 from tests.harness.commands import ROOT, run, torchrun
 
-COURSE = ROOT / "docs" / "course"
-LESSONS = sorted(COURSE.glob("[0-9]-*.md"))
+# Each begins with its heading, such as "1. One process"
+LESSONS = (ROOT / "docs" / "course.md").read_text(encoding="utf-8").split("\n## ")[1:]
 CHEAP = (1, 5, 8)
 # What a machine decides; only the words before the numbers are compared.
 VARIES = ("comm ", "failure ", "replace ", "recover ", "finished ", "       stages idle ")
 
 
-def block(text: str, heading: str) -> list[str]:
-    """The lines of the code block under a heading."""
-    return (
-        text.partition(f"## {heading}\n")[2]
-        .partition("```\n")[2]
-        .partition("\n```")[0]
-        .splitlines()
-    )
+def blocks(text: str) -> list[list[str]]:
+    """Return the lines of each block of code: a lesson's command, what it prints, drawings."""
+    return [block.splitlines() for block in re.findall(r"^```\n(.*?)\n```$", text, re.M | re.S)]
 
 
 def losses(line: str) -> list[float]:
@@ -53,7 +47,7 @@ def command_of(
     """Run a lesson's command: with these flags in place of its own ones of the same names, on so
     many ranks.
     """
-    (command,) = block(text, "Run")
+    (command,) = blocks(text)[0]
     return run_words([*shlex.split(command), *shlex.split(flags)], folder, ranks)
 
 
@@ -70,18 +64,17 @@ def run_words(words: list[str], folder: Path, ranks: int = 0) -> subprocess.Comp
     "lesson",
     [
         pytest.param(
-            p, marks=[] if int(p.name[0]) in CHEAP else [pytest.mark.full, pytest.mark.slow]
+            lesson, marks=[] if int(lesson[0]) in CHEAP else [pytest.mark.full, pytest.mark.slow]
         )
-        for p in LESSONS
+        for lesson in LESSONS
     ],
-    ids=lambda path: path.stem,
+    ids=lambda lesson: lesson.splitlines()[0],
 )
-def test_a_lesson_prints_what_it_shows(lesson: Path, cached: None, tmp_path: Path) -> None:
-    text = lesson.read_text(encoding="utf-8")
-    done = command_of(text, tmp_path)
+def test_a_lesson_prints_what_it_shows(lesson: str, cached: None, tmp_path: Path) -> None:
+    done = command_of(lesson, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout.splitlines()
-    for shown in block(text, "Output"):
+    for shown in blocks(lesson)[1]:
         start = next(
             (word for word in VARIES if shown.startswith(word)), shown.partition("…")[0].rstrip()
         )

@@ -20,7 +20,7 @@ from nanoray.machine.metrics import METRICS
 
 MANIFEST = KUBE_DIR / "components" / "monitoring" / "alerts.yaml"
 RULES: list[dict[str, Any]] = yaml.safe_load(MANIFEST.read_text())["spec"]["groups"][0]["rules"]
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "alerts.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reports.md"
 
 
 def test_every_query_is_of_metrics_that_exist() -> None:

@@ -10,7 +10,7 @@ import pytest
 from nanoray.cli import parse_args
 from nanoray.cli.run_plan import plan
 from nanoray.config import Config, load_config, make_config
-from nanoray.config.conflict_rows import Conflict, Rule, known_from, spell
+from nanoray.config.conflict_rows import Conflict, Rule, spell
 from nanoray.config.conflicts import TABLE, first, refuse, refuse_sharing
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
@@ -161,7 +161,7 @@ def refused_with(values: dict[str, Any], row: Conflict | Rule) -> str:
         # Its keys alone are no mistake: a preset sets them, and a dry run has other ranks
         if row.typed:
             refuse(make_config(values), typed=row.keys)
-        elif isinstance(row, Rule) and known_from(row) == "ranks":
+        elif isinstance(row, Rule) and "workers" in row.keys:
             refuse_sharing(make_config(values), values["workers"])
         else:
             make_config(values)

@@ -1,16 +1,16 @@
 """tests/kinds.yaml: no kind of fault is without a test in `make test`; and neither is a promise.
 
-tests/promises.yaml names the tests that hold each promise of README.md and docs/reliability.md.
+tests/promises.yaml names the tests that hold each of the eight promises.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.harness.parsing import parse
@@ -22,8 +22,6 @@ FULL = "pytest.mark.full"
 
 ROOT = TESTS.parent
 EVERYDAY = ("unit", "ranks", "cluster")  # folders of whose tests `make test` runs all but the full
-# A page, and how the header of its table of promises begins
-PROMISES = {"README.md": "| promise ", "docs/reliability.md": "| fault "}
 
 
 @cache
@@ -71,10 +69,19 @@ def test_each_test_that_is_left_out_belongs_to_a_kind() -> None:
     assert missing == [], "add it to a kind in tests/kinds.yaml, beside the test that remains"
 
 
-def rows_of(text: str, header: str) -> list[str]:
-    """Return the first cell of each row of the table with this header."""
+def rows_of(page: str, header: str) -> list[list[str]]:
+    """Return the cells of each row of a page's table with this header."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     table = text.partition(f"\n{header}")[2].partition("\n\n")[0]
-    return [row.split("|")[1].strip() for row in table.splitlines()[2:]]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+
+
+def promises() -> dict[str, dict[str, list[str]]]:
+    """Return each promise, what it includes, and the tests of that."""
+    found: dict[str, dict[str, list[str]]] = yaml.safe_load(
+        (TESTS / "promises.yaml").read_text(encoding="utf-8")
+    )
+    return found
 
 
 def not_everyday(tests: list[str]) -> list[str]:
@@ -85,15 +92,28 @@ def not_everyday(tests: list[str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", PROMISES)
-def test_a_promise_has_everyday_tests(page: str) -> None:
-    tests = yaml.safe_load((TESTS / "promises.yaml").read_text(encoding="utf-8"))[page]
-    rows = rows_of((ROOT / page).read_text(encoding="utf-8"), PROMISES[page])
-    assert len(rows) >= 9
-    assert list(tests) == rows
-    for promise in rows:
-        assert tests[promise], f"{promise}: name its tests in tests/promises.yaml"
-        assert not_everyday(tests[promise]) == [], f"{promise}: full, or gone"
+def test_the_pages_have_the_promises_of_the_list() -> None:
+    listed = promises()
+    readme = rows_of("README.md", "| promise ")
+    faults = [row[0] for row in rows_of("docs/reliability.md", "| fault ")]
+    assert len(readme) == 8
+    assert list(listed) == [promise for promise, _ in readme]
+    for promise, includes in readme:
+        assert [part for part in listed[promise] if part not in faults] == includes.split("; ")
+
+    parts = [part for includes in listed.values() for part in includes]
+    assert len(faults) >= 9
+    assert sorted(part for part in parts if part in faults) == sorted(faults)
+
+    page = (ROOT / "docs" / "reliability" / "tested.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", page, re.M) == list(listed)
+
+
+def test_a_promise_has_everyday_tests() -> None:
+    for includes in promises().values():
+        for part, tests in includes.items():
+            assert tests, f"{part}: name its tests in tests/promises.yaml"
+            assert not_everyday(tests) == [], f"{part}: full, or gone"
 
 
 def test_a_promise_without_an_everyday_test_is_found() -> None:
