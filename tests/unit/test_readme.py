@@ -77,7 +77,7 @@ def test_the_first_minute_as_a_new_user_without_internet(
     assert re.search(r"step +10/10 \| loss \d\.\d+ \| val \d\.\d+", done.stdout)
     (run,) = (folder / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["dataset"] == "stdlib"
-    next_commands = [line[7:] for line in done.stdout.splitlines() if " -m nanoray sample " in line]
+    next_commands = [line[7:] for line in done.stdout.splitlines() if "nanoray sample " in line]
     sampled = subprocess.run(
         next_commands[0], shell=True, cwd=folder, capture_output=True, text=True, timeout=600
     )
