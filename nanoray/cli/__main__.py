@@ -30,6 +30,9 @@ def to_markdown() -> str:
         "words that stand there, and `6e5` is 600000. A key that stands twice is an error. "
         "`training: {batch_size: 32}` is a batch of each rank; the flat keys are below.",
         "",
+        "For completion and checks in an editor: `nanoray train --schema > run.schema.json`, and "
+        "`# yaml-language-server: $schema=run.schema.json` as the first line of a YAML file beside it.",
+        "",
         f"In paths ({', '.join(f'`{key}`' for key in PATH_KEYS)}) `~`, `$NAME` and `${{NAME}}` are "
         "expanded, in files, flags and a script's dict, by the command that opens the run and in "
         "its environment (`nanoray kube`: in the head's pod). A variable that is not set is an "

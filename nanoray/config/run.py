@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import ValidationInfo, WithJsonSchema, field_validator
 
 from nanoray.config.fields import Group, Integer, field, path
 from nanoray.config.variables import parse_variables
@@ -52,7 +52,17 @@ class RunKeys(Group):
     Then a line has the command that sends the rest"""
 
     # What the processes of the ranks find in their environment
-    env: dict[str, str | None] = field({}, "run")
+    env: Annotated[
+        dict[str, str | None],
+        # A number of YAML is a text here; of flags and in a list the texts are KEY=VALUE
+        WithJsonSchema(
+            {
+                "type": ["object", "array"],
+                "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+                "items": {"type": "string"},
+            }
+        ),
+    ] = field({}, "run")
     """environment variable of every rank, KEY=VALUE or KEY, as often as needed; in YAML a mapping.
     KEY alone has the value of this command's shell, which is written nowhere (for tokens and keys);
     a resume takes it from its own shell again"""
