@@ -111,7 +111,8 @@ def test_every_module_comes_from_the_wheel(installed: Path, elsewhere: Path) -> 
 
 def test_every_manifest_is_in_the_wheel(installed: Path) -> None:
     (found,) = installed.parent.glob("lib/python*/site-packages/nanoray/kube/manifests")
-    for part in ("base", "components", "overlays"):
+    shared = sorted(path.name for path in (ROOT / "kuberay").glob("namespace*"))
+    for part in ("base", "components", "overlays", *shared):
         wanted = {
             path.relative_to(ROOT / "kuberay")
             for path in (ROOT / "kuberay" / part).rglob("*")
