@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from nanoray.bench.engine import TIME_ENTRY, order_of
+from nanoray.bench.fit import Fit, fit
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
@@ -57,7 +58,6 @@ from nanoray.bench.step_parts import (
     one_micro_batch,
     seconds_of,
 )
-from nanoray.cli.forecast.fit import Fit, fit
 from nanoray.cli.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names
 from nanoray.cli.forecast.simulate import SimulatedStep, simulate
 from nanoray.config import Config, load_config

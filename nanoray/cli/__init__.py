@@ -10,7 +10,6 @@ from nanoray.cli.commands import exit_code_of as exit_code_of
 from nanoray.cli.commands import require_script as require_script
 from nanoray.cli.commands import run_command as run_command
 from nanoray.cli.commands import run_subcommand as run_subcommand
-from nanoray.cli.commands import take_output as take_output
 from nanoray.cli.commands import writing as writing
 from nanoray.cli.flags import Loaded as Loaded
 from nanoray.cli.flags import Scale as Scale

@@ -223,10 +223,6 @@ class Layout:
         places["replicas"] = places["replica"]
         return Coords(**{axis: places[axis] for axis in Coords._fields})
 
-    def rank(self, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
-        """Return the rank at a place."""
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
-
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks along an axis, each in the order of its coordinate.
 

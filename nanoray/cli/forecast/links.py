@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nanoray.config import did_you_mean, refuse_unknown
+from nanoray.config import refuse_unknown
 from nanoray.config.layout import Layout
 from nanoray.config.strict_yaml import read_file
 from nanoray.errors import ConfigError
@@ -97,10 +97,12 @@ def load_topology(name: str) -> Topology:
     if path.parent == TOPOLOGY_DIR and not path.is_file():
         refuse_unknown(name, topology_names(), "topology")
     try:
-        values = read_file(path)
-        return Topology.model_validate(values)
+        return Topology.model_validate(read_file(path))
     except ValidationError as error:
-        raise ConfigError(f"topology {path}: {_problem(error, values)}") from None
+        problems = []
+        for item in error.errors():
+            problems.append(f"{'.'.join(map(str, item['loc']))}: {item['msg']}")
+        raise ConfigError(f"topology {path}: {'; '.join(problems)}") from None
 
 
 def complete_topology(name: str) -> Topology:
@@ -115,22 +117,6 @@ def complete_topology(name: str) -> Topology:
             "file, or for this machine run `python -m nanoray.bench layouts predicted`"
         )
     return topology
-
-
-def _problem(error: ValidationError, values: Any) -> str:
-    """Describe the problem of the first wrong key, with its value."""
-    # A link is a Link or the word fit, and fails as both: the mapping is the one that was meant.
-    items = [e for e in error.errors() if "Link" in e["loc"]] or error.errors()
-    # A typo also leaves its key missing: the unknown key says more.
-    item = next((e for e in items if e["type"] == "extra_forbidden"), items[0])
-    loc = [str(part) for part in item["loc"] if not str(part).startswith(("Link", "literal"))]
-    if item["type"] == "extra_forbidden":
-        known = Link.model_fields if len(loc) > 1 else Topology.model_fields
-        return f"unknown key {'.'.join(loc)}; {did_you_mean(loc[-1], sorted(known))}"
-    if item["type"] == "missing":
-        return f"{'.'.join(loc)} is missing; add it"
-    text = item["msg"] if loc else "it must hold `key: value` lines"
-    return f"{'.'.join(loc) or 'its content'} = {item['input']!r}: {text}"
 
 
 class Cost(NamedTuple):
