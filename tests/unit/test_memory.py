@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.bench.peak_memory import moments_of
 from nanoray.cli.forecast.job import AssumedDevice, assume_device
 from nanoray.cli.forecast.memory import (
     RankSizes,
     Sizes,
-    moments_of,
     state_memory,
 )
 from nanoray.cli.forecast.rank_memory import (
