@@ -19,7 +19,5 @@ from nanoray.cli.parsers import Parser as Parser
 from nanoray.cli.parsers import flag_names as flag_names
 from nanoray.cli.parsers import name_program as name_program
 from nanoray.cli.parsers import tool_parser as tool_parser
-from nanoray.cli.signals import NO_SIGNALS as NO_SIGNALS
 from nanoray.cli.signals import STOP_SIGNALS as STOP_SIGNALS
-from nanoray.cli.signals import in_main_thread as in_main_thread
 from nanoray.cli.signals import stop_signals as stop_signals
