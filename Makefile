@@ -83,6 +83,7 @@ bench-gpu-bundle:
 docs: setup
 	@$(PY) -m nanoray.machine.metrics > docs/metrics.md
 	@$(PY) -m nanoray.cli > docs/flags.md
+	@$(PY) -m nanoray train --schema > nanoray/config/run.schema.json
 	@$(PY) -m nanoray.errors > docs/errors.md
 	@$(PY) docs/api.py > docs/api.md
 	@PYTHONPATH=. $(PY) docs/rooms.py > docs/rooms.md

@@ -4,7 +4,7 @@
 parse "usage: install.sh [--dry-run] [cpu|gpu|gpu-dra]
 Install k3s, helm, KubeRay $KUBERAY_VERSION and (gpu) NVIDIA's GPU Operator on this server; make the storage folder.
 gpu-dra: the GPU Operator without its device plugin, and NVIDIA's DRA driver, which gives out the GPUs in its place.
-HTTP_PROXY, HTTPS_PROXY and NO_PROXY of this shell are handed on to k3s; nanoray's pods have kuberay/base/proxy.yaml. The NVIDIA driver must be there already (nvidia-smi), or the GPU Operator installs one." "$@"
+HTTP_PROXY, HTTPS_PROXY and NO_PROXY of this shell are handed on to k3s; nanoray's pods have kuberay/namespace/proxy.yaml. The NVIDIA driver must be there already (nvidia-smi), or the GPU Operator installs one." "$@"
 KIND="${ARGS[0]:-cpu}"
 case "$KIND" in
 cpu) IMAGE=cpu OVERLAY=cpu ;;

@@ -2,7 +2,8 @@
 # Run an overlay's job from apply to deletion, and print what training said.
 . "$(dirname "$0")/lib.sh"
 parse "usage: try.sh [--dry-run] OVERLAY ...
-Apply kuberay/overlays/OVERLAY/job, wait until its RayJob is over, print the driver's log, delete what was applied.
+Apply kuberay/overlays/OVERLAY/job, wait until its RayJob is over, print the driver's log, delete the overlay's objects.
+The namespace and its volume are applied before that, and stay.
 Exit 0 when every one SUCCEEDED. Overlays: $(cd "$ROOT/kuberay/overlays" && echo *)" "$@"
 [ "${#ARGS[@]}" -gt 0 ] || die "which overlay? $(cd "$ROOT/kuberay/overlays" && echo *)"
 TIMEOUT="${TIMEOUT:-1800}"
@@ -20,6 +21,9 @@ for overlay in "${ARGS[@]}"; do
       *) die "RayJob nanoray is there and ${state:-starting}; wait for it, or kubectl -n $NAMESPACE delete rayjob nanoray" ;;
     esac
   fi
+  # The overlay's header names the kustomization that its namespace comes from.
+  shared="$(sed -n 's|^# Before: .* -k kuberay/\([a-z-]*\) .*|\1|p' "$folder/kustomization.yaml")"
+  run kubectl apply --server-side -k "$ROOT/kuberay/$shared"
   run kubectl apply --server-side -k "$folder"
   if [ "$DRY_RUN" = 1 ]; then
     printf 'kubectl -n %q get rayjob nanoray -o jsonpath={.status.jobDeploymentStatus}   # until Complete or Failed\n' "$NAMESPACE"

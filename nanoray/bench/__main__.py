@@ -20,7 +20,7 @@ from nanoray.bench.harness.benchmark import Benchmark, read_numbers
 from nanoray.bench.harness.processes import interruptible
 from nanoray.bench.harness.report import Report, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
-from nanoray.cli import Parser, name_program, take_output
+from nanoray.cli import Parser, name_program
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
 from nanoray.machine.atomic import write_json
@@ -293,9 +293,6 @@ def _parser(program: str, text: str) -> Parser:
     parser.add_argument(
         "--quick", action="store_true", help="few and short rounds; targets are shown, not judged"
     )
-    parser.add_argument(
-        "-o", type=Path, metavar="FILE", help="one of these two, by the file's ending"
-    )
     return parser
 
 
@@ -329,7 +326,6 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         refuse_unknown(unknown[0].split("=")[0], flags, "flag")
-    take_output(args, {"json": (".json",), "figure": FIGURES})
     if not _writes_report():
         return args
 

@@ -120,7 +120,7 @@ class Arm:
         `mirrored` sizes the buffers as with --mirror on one node. `drops`: with the dropout of the
         configuration; else without any.
         """
-        from nanoray.cli.forecast.memory import model_memory, peak_memory
+        from nanoray.bench.peak_memory import model_memory, peak_memory
         from nanoray.config.layout import Layout
         from nanoray.models.precision import LossScaler, MeanLoss
         from nanoray.observe.trace.recorder import CommRecorder

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nanoray.bench.engine import TIME_ENTRY, order_of
+from nanoray.bench.fit import Fit, fit
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
@@ -34,7 +35,6 @@ from nanoray.bench.simulate import (
     shape_of,
 )
 from nanoray.bench.step_parts import COLLECTIVES, COMPUTE, PARTS, fastest_turns, one_micro_batch
-from nanoray.cli.forecast.fit import Fit, fit
 from nanoray.cli.forecast.links import LANES, Cost
 from nanoray.config import Config, load_config
 from nanoray.config.layout import Layout

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from nanoray.bench.engine import TIME_ENTRY, order_of
+from nanoray.bench.fit import Fit, fit
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
@@ -57,13 +58,21 @@ from nanoray.bench.step_parts import (
     one_micro_batch,
     seconds_of,
 )
-from nanoray.cli.forecast.fit import Fit, fit
-from nanoray.cli.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names
+from nanoray.cli.forecast.links import (
+    LANES,
+    MODELS,
+    Link,
+    Topology,
+    best,
+    load_topology,
+    topology_names,
+)
 from nanoray.cli.forecast.simulate import SimulatedStep, simulate
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.machine.host import available_cpus
 
+THIS_MACHINE = "this-machine"  # a topology that is measured
 PRESET = "shakespeare-cpu"  # whose step is measured
 SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 RANKS = [2**i for i in range(15)]
@@ -210,7 +219,7 @@ class ScalingBenchmark(Benchmark):
             "--topology",
             default="all",
             metavar="NAME|FILE",
-            help="a preset of nanoray/config/topologies or a YAML file [all]",
+            help=f"a preset of nanoray/config/topologies, a YAML file, or {THIS_MACHINE} [all]",
         )
         parser.add_argument(
             "--model",
@@ -231,8 +240,12 @@ class ScalingBenchmark(Benchmark):
         checks = _checks(args.check, where.workers)
         if args.compute_ms is not None and args.compute_ms <= 0:
             raise ConfigError(f"compute_ms = {args.compute_ms}; it must be above 0")
-        wanted = topology_names() if args.topology == "all" else [args.topology]
-        topologies = {Path(name).stem: load_topology(name) for name in wanted}
+        wanted = [args.topology]
+        if args.topology == "all":
+            wanted = [*topology_names(), THIS_MACHINE]
+        topologies = {
+            Path(name).stem: load_topology(name) for name in wanted if name != THIS_MACHINE
+        }
         model = load_config(preset=args.model)
 
         # Fit what an all-reduce costs, at the base ranks
@@ -261,7 +274,9 @@ class ScalingBenchmark(Benchmark):
 
             here.measure(list(pools), pool_of, args.rounds, turns, args.steps)
         if not report.failures:
-            _predict(args, report, topologies, fits["backend"], model, here)
+            if THIS_MACHINE in wanted:
+                topologies[THIS_MACHINE] = this_machine(fits["backend"].link)
+            _predict(args, report, topologies, model, here)
 
     def format_text(self, report: Report) -> list[str]:
         """Return the measured rows, then a line per topology, mode and algorithm."""
@@ -458,11 +473,22 @@ def _compare(report: Report, here: MachineSteps, link: Fit) -> None:
             add_error_target(report, error, f"{arm} ranks")
 
 
+def this_machine(link: Link) -> Topology:
+    """Return a topology of copies of this machine, one rank each, on links as fast as those here."""
+    return Topology(
+        note="copies of the machine at hand, one rank each, that talk as fast as its ranks talk to "
+        "each other now",
+        ranks_per_node=1,
+        intra=link,
+        inter=link,
+        lanes=LANES["gloo"],
+    )
+
+
 def _predict(
     args: argparse.Namespace,
     report: Report,
     topologies: dict[str, Topology],
-    link: Fit,
     model: Config,
     here: MachineSteps,
 ) -> None:
@@ -470,18 +496,19 @@ def _predict(
 
     Its extra keys hold the steps of every algorithm.
     """
-    for name, given in topologies.items():
-        topology = given.filled(link.link)
-        # A topology with a peak runs the model of --model, one without it this machine's step
-        if given.peak_tflops:
-            work = model_work(model, given, args.compute_ms)
+    for name, topology in topologies.items():
+        # A topology with a peak runs the model of --model, this machine the step measured here
+        if topology.peak_tflops:
+            work = model_work(model, topology, args.compute_ms)
             preset = args.model
         else:
             work = here.work(here.batch)
             preset = PRESET
         what = f"{preset}, {work.micro} sequences a rank at once"
         compute_ms = 1e3 * (work.forward_s + work.backward_s) * work.micro
-        report.conditions[name] = f"{given.note}; {what}, forward and backward {compute_ms:.1f} ms"
+        report.conditions[name] = (
+            f"{topology.note}; {what}, forward and backward {compute_ms:.1f} ms"
+        )
         largest = max(b.nbytes for b in work.buckets)
         for mode, total in (("weak", None), ("strong", args.global_batch)):
             points = {}

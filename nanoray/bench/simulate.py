@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanoray.bench.fit import Fit
 from nanoray.bench.harness.figure import dots, with_values
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.cli.forecast.fit import Fit
 from nanoray.cli.forecast.links import Cost, Topology, all_reduce, coefficients
 from nanoray.cli.forecast.simulate import SimulatedBucket, Step, simulate
 from nanoray.config import Config

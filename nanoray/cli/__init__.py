@@ -10,7 +10,6 @@ from nanoray.cli.commands import exit_code_of as exit_code_of
 from nanoray.cli.commands import require_script as require_script
 from nanoray.cli.commands import run_command as run_command
 from nanoray.cli.commands import run_subcommand as run_subcommand
-from nanoray.cli.commands import take_output as take_output
 from nanoray.cli.commands import writing as writing
 from nanoray.cli.flags import Loaded as Loaded
 from nanoray.cli.flags import Scale as Scale
@@ -20,7 +19,5 @@ from nanoray.cli.parsers import Parser as Parser
 from nanoray.cli.parsers import flag_names as flag_names
 from nanoray.cli.parsers import name_program as name_program
 from nanoray.cli.parsers import tool_parser as tool_parser
-from nanoray.cli.signals import NO_SIGNALS as NO_SIGNALS
 from nanoray.cli.signals import STOP_SIGNALS as STOP_SIGNALS
-from nanoray.cli.signals import in_main_thread as in_main_thread
 from nanoray.cli.signals import stop_signals as stop_signals

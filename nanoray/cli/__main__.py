@@ -32,6 +32,9 @@ def to_markdown() -> str:
         "`6e5` is 600000. A key that stands twice is an error. `training: {batch_size: 32}` is a batch "
         "of each rank.",
         "",
+        "For completion and checks in an editor: `nanoray train --schema > run.schema.json`, and "
+        "`# yaml-language-server: $schema=run.schema.json` as the first line of a YAML file beside it.",
+        "",
         f"In paths ({', '.join(f'`{key}`' for key in PATH_KEYS)}) the command that opens the run "
         "expands `~`, `$NAME` and `${NAME}` in its own environment (`nanoray kube`: in the head's "
         "pod). A variable that is not set is an error. Other keys, `env` too, stay as they are.",

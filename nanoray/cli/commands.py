@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -82,26 +81,6 @@ def run_subcommand(
         return commands[name](words[1:])
 
     return exit_code_of(run)
-
-
-def take_output(args: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]]) -> None:
-    """Give the file of -o to the flag that writes its kind; kinds: flag -> endings of files.
-
-    Raises ConfigError for an ending of none, and for a flag that is given, too.
-    """
-    if args.o is None:
-        return
-    for flag, endings in kinds.items():
-        if args.o.suffix not in endings:
-            continue
-        if getattr(args, flag) is not None:
-            raise ConfigError(
-                f"-o {args.o} and --{flag} {getattr(args, flag)} are the same flag; drop one"
-            )
-        setattr(args, flag, args.o)
-        return
-    known = [ending for endings in kinds.values() for ending in endings]
-    raise ConfigError(f"-o {args.o}: unknown kind of file; end it in {', '.join(known)}")
 
 
 @contextmanager

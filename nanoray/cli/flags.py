@@ -17,6 +17,7 @@ from nanoray.config import (
     refuse_unknown_key,
 )
 from nanoray.config.conflicts import refuse
+from nanoray.config.json_schema import schema_text
 from nanoray.config.load import flatten, read_mapping, run_folder_of
 from nanoray.config.merge import keep_init_from, lay_over
 from nanoray.config.paths import expand, expand_paths
@@ -58,7 +59,9 @@ def parse_args(
     base: dict[str, Any] | None = None,
     elsewhere: bool = False,
 ) -> Loaded:
-    """Turn a command line into a Config. `--help` prints the page `about` and exits 0.
+    """Turn a command line into a Config.
+
+    `--help` prints the page `about` and exits 0; `--schema` prints a JSON schema and exits 0.
 
     `base` has values in the place of a preset's and a file's, which are refused then. `elsewhere`:
     another machine will load it. Raises ConfigError.
@@ -72,6 +75,9 @@ def parse_args(
     known, unknown = parser.parse_known_args(with_underscores(argv))
     if unknown:
         _refuse_words(unknown)
+    if "schema" in known:
+        print(schema_text(), end="")
+        raise SystemExit(0)
 
     # What remains in `flags` after this are keys of the configuration. A shell expands no ~ within
     # a word, such as --config=~/x.yaml. The command's own files are here, wherever the ranks train

@@ -9,7 +9,6 @@ from nanoray.cli.parsers import COMMAND_FLAGS, GROUPS, build_parser, flag_names
 from nanoray.config import field_extra, refuse_unknown_key
 
 WIDTH = 80  # columns of a screen
-HEIGHT = 60  # lines of a screen, at most
 
 Flags = tuple[tuple[str, str], ...]  # a flag with its metavar, and what it is
 
@@ -20,6 +19,7 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
         (
             ("--preset NAME", "tiny, shakespeare-cpu, shakespeare-char, gpt2-124m"),
             ("--config FILE", "YAML; its keys are the flags' names, and flags win"),
+            ("--schema", "print a JSON schema of such files, for an editor"),
             ("--dataset NAME|PATH", "shakespeare, a text file, or a folder of tokens"),
             ("--init_from PATH", "weights to begin with, of `nanoray checkpoint import`"),
             ("--n_layer N", "transformer blocks; --n_head N heads, --n_embd N wide"),

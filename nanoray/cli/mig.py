@@ -1,6 +1,6 @@
 """`nanoray check mig plan|show`: the MIG profiles of a card, and the slices of this machine.
 
-plan   every profile of a card: how many fit, SMs, memory, bandwidth, peak, predicted training speed
+plan   every profile of a card: how many fit, SMs, memory, bandwidth, peak
 show   the GPUs and slices that NVML finds, and the environment variable that passes slices to Ray
 
 Neither command changes the MIG mode: the commands to do so are printed for an administrator.
@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanoray.cli import name_program, run_subcommand, tool_parser
-from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.machine.device import Device
 from nanoray.machine.gpus import discover_gpus
@@ -41,8 +40,6 @@ SMS = {
     "NVIDIA A100": (108, (14, 14, 28, 42, 56, 98)),
     "NVIDIA H100 80GB HBM3": (132, (16, 26, 32, 60, 64, 132)),
 }
-VOCAB_SIZE = 50304  # GPT-2's, padded; for the parameters of the preset's model
-MFU = 0.35  # default of --mfu: a small GPT in bf16 on one GPU
 # Header and width of each column after the profile's name.
 HEADERS = (
     ("fits", 5),
@@ -50,8 +47,6 @@ HEADERS = (
     ("GiB", 7),
     ("GB/s", 7),
     ("TFLOP/s", 9),
-    ("tok/s, one", 13),
-    ("tok/s, all", 13),
 )
 UNDO_COMMAND = (
     "sudo nvidia-smi mig -i 0 -dci && sudo nvidia-smi mig -i 0 -dgi && sudo nvidia-smi -i 0 -mig 0"
@@ -155,20 +150,8 @@ def _plan(argv: list[str]) -> int:
     parser.add_argument(
         "--card", default="", help=f"as NVML names it: {', '.join(CARDS)} [the first GPU here]"
     )
-    parser.add_argument(
-        "--preset", default="gpt2-124m", help="preset whose model's speed is predicted [gpt2-124m]"
-    )
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        default=MFU,
-        help=f"share of a slice's peak that training reaches [{MFU}]",
-    )
     args = parser.parse_args(argv)
-    if not 0 < args.mfu <= 1:
-        raise ConfigError(f"mfu = {args.mfu} is no share; give a number above 0 and up to 1")
-    card = args.card or _first_card_here()
-    print("\n".join(plan_lines(card, args.preset, args.mfu)))
+    print("\n".join(plan_lines(args.card or _first_card_here())))
     return 0
 
 
@@ -185,34 +168,26 @@ def _first_card_here() -> str:
     )
 
 
-def plan_lines(card: str, preset: str, mfu: float) -> list[str]:
+def plan_lines(card: str) -> list[str]:
     """Return the table of a card's profiles and the commands that make and remove slices.
 
-    Raises ConfigError for a card or a preset that is not known.
+    Raises ConfigError for a card that is not known.
     """
-    # Both modules import torch, which `nanoray check mig show` does not need.
-    from nanoray.models.costs import flops_per_token
-    from nanoray.models.gpt import ModelShape
-
     if card not in CARDS:
         raise ConfigError(f"{card!r} is not known to have MIG; one of {', '.join(CARDS)}")
-    model_flops = flops_per_token(ModelShape.of(load_config(None, preset), VOCAB_SIZE))
     whole_card = Device("cuda", 0, "", card, CARDS[card] << 30, "", bf16=True)
     profiles = plan(card)
 
     # The caption and the header.
-    assumption = f"predicted, not measured: {preset} at {100 * mfu:.0f} % MFU"
     header = f"{'profile':<11}" + "".join(f"{name:>{width}}" for name, width in HEADERS)
     table = [
-        f"card   {card}: {peak_text(peaks(whole_card))} in bf16 · {assumption}",
+        f"card   {card}: {peak_text(peaks(whole_card))} in bf16",
         f"{header}  of the card",
     ]
 
-    # One row a profile. The speed is what the model's FLOPs allow at `mfu` of the slice's peak.
     for profile in profiles:
         example = profile.slice
         known = peaks(example)
-        tok_per_sec = 1e12 * known["peak_tflops"] * mfu / model_flops
         table.append(
             f"{example.profile:<11}"
             f"{profile.fit:>5}"
@@ -220,8 +195,6 @@ def plan_lines(card: str, preset: str, mfu: float) -> list[str]:
             f"{example.memory_bytes / 2**30:>7.1f}"
             f"{known['peak_gbps']:>7.0f}"
             f"{known['peak_tflops']:>9.0f}"
-            f"{tok_per_sec:>13,.0f}"
-            f"{profile.fit * tok_per_sec:>13,.0f}"
             f"  {profile.shares}"
         )
 

@@ -69,7 +69,11 @@ class Opening:
     def require_batch(self, ranks: int) -> None:
         """Raise ConfigError for an impossible batch. With scaling it is not known yet."""
         if self.config.scaling == "none":
-            resolve_batch(self.config, Layout.of(self.config, ranks).dp)
+            resolve_batch(self.config, self._layout(ranks).dp)
+
+    def _layout(self, ranks: int) -> Layout:
+        """Return how the ranks share the work. Raises ConfigError when they cannot."""
+        return Layout.of(self.config, ranks)
 
     def dry_run(
         self,
@@ -86,7 +90,8 @@ class Opening:
         unknown.
         """
         dataset = dataset_of_dry_run(self.config)
-        planned = plan(self.loaded, ranks, dataset)
+        layout = self._layout(ranks)
+        planned = plan(self.loaded, layout, dataset)
         decided = planned if kind is None else with_precision(planned, kind, devices)
         config = decided.config
         if own:
@@ -94,7 +99,6 @@ class Opening:
         else:
             from nanoray.cli.forecast.dry_run import dry_run_lines
 
-            layout = Layout.of(config, ranks)
             print("\n".join(dry_run_lines(config, planned.notes, layout, dataset, where)))
         print("\n".join(last_lines(decided)))
 
@@ -113,7 +117,7 @@ class Opening:
         """
         dataset = self._dataset
         assert dataset is not None
-        planned = fetch_fitting(plan(self.loaded, ranks, dataset), dataset)
+        planned = fetch_fitting(plan(self.loaded, self._layout(ranks), dataset), dataset)
         spec = open_run(planned.config, dataset, self.started, planned.origins)
         return replace(spec, notes=(*planned.notes, *spec.notes))
 

@@ -47,6 +47,10 @@ SCALE_FLAGS = {
 COMMAND_FLAGS = {
     "config": ("FILE", "YAML (or config.json) with any of the keys below"),
     "preset": ("NAME", f"a file of nanoray/config/presets (default: {DEFAULT_PRESET})"),
+    "schema": (
+        "",
+        "print a JSON schema of YAML files for --config, which editors read, and exit 0",
+    ),
     "dry_run": ("", "print what would run and where, start nothing, exit 0"),
     "quiet": (
         "",

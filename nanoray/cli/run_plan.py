@@ -28,13 +28,13 @@ from nanoray.faults.inject import parse_plan
 S = TypeVar("S", bound=Settings)
 
 
-def plan(settings: S, ranks: int, dataset: DatasetInfo) -> S:
-    """Return the settings with what follows from the number of ranks and from the dataset.
+def plan(settings: S, layout: Layout, dataset: DatasetInfo) -> S:
+    """Return the settings with what follows from the layout of the ranks and from the dataset.
 
-    Raises ConfigError for a mesh, batch, fault or flag that cannot work with this number of ranks.
+    Raises ConfigError for a batch, fault or flag that cannot work with this layout.
     """
     config = settings.config
-    dp = Layout.of(config, ranks).dp
+    ranks = layout.world_size
     if config.tp > 1:
         # The output head is cut over the padded vocabulary, so tp must divide the padded size.
         padded = -(-dataset.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -45,7 +45,7 @@ def plan(settings: S, ranks: int, dataset: DatasetInfo) -> S:
         from nanoray.models.gpt import ModelShape
 
         params = scaling_parameters(ModelShape.of(config, dataset.vocab_size))
-        settings = apply_scaling(settings, params, dp)
+        settings = apply_scaling(settings, params, layout.dp)
 
     # A run that is resumed has its own weights.
     if run_folder_of(config.resume) is None:
@@ -53,7 +53,7 @@ def plan(settings: S, ranks: int, dataset: DatasetInfo) -> S:
 
     # After the scaling rules, which may have changed the global batch size.
     config = settings.config
-    batch = resolve_batch(config, dp)
+    batch = resolve_batch(config, layout.dp)
     if config.pp > 1:
         require_groups(config.pp_schedule, config.pp, batch.accum)
     if config.num_epochs:
@@ -187,12 +187,12 @@ def forecast_at(loaded: Loaded, scale: Scale) -> list[str]:
     # The same rules as for a run.
     try:
         dataset = known_dataset(loaded.config)
-        planned = plan(loaded, scale.world_size, dataset)
-        config = planned.config
-        layout = Layout.of(config, scale.world_size)
-        resolve_batch(config, layout.dp)  # raises here, where the number of ranks is named
+        layout = Layout.of(loaded.config, scale.world_size)
+        planned = plan(loaded, layout, dataset)
     except ConfigError as error:
         raise ConfigError(f"world_size = {scale.world_size}: {error}") from None
+
+    config = planned.config
 
     # A topology describes GPUs. Without one, `device = auto` means what this machine has.
     if topology is None:

@@ -24,7 +24,8 @@ def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
     A signal that is ignored already stays so: nohup starts commands with SIGHUP ignored.
     """
-    if not in_main_thread():
+    # Python gives a process's signals to its main thread
+    if threading.current_thread() is not threading.main_thread():
         say(f"note   {NO_SIGNALS}")
         yield
         return
@@ -38,8 +39,3 @@ def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
         for signum, old in before.items():
             # None: a handler that was not installed from Python, which nothing can restore.
             signal.signal(signum, signal.SIG_DFL if old is None else old)
-
-
-def in_main_thread() -> bool:
-    """Return whether this thread is the one that receives this process's signals."""
-    return threading.current_thread() is threading.main_thread()

@@ -20,7 +20,6 @@ from nanoray.config.merge import load_settings as load_settings
 from nanoray.config.merge import preset_names as preset_names
 from nanoray.config.schema import Config as Config
 from nanoray.config.schema import field_extra as field_extra
-from nanoray.config.schema import field_group as field_group
 from nanoray.config.schema import recipe_of as recipe_of
 from nanoray.config.settings import Settings as Settings
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import WithJsonSchema
+
 from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 
@@ -17,7 +21,9 @@ class BatchKeys(Group):
     """fixed: tokens of a sequence at first"""
 
     # Number of sequences. A size that is not given follows from the others
-    micro_batch_size: Natural = field(0, "batch")
+    micro_batch_size: Annotated[
+        Natural, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "auto"}]})
+    ] = field(0, "batch")
     """sequences per rank per forward pass (0 = follows from the global batch; auto = the fastest
     that fits: `python -m nanoray.launch` asks `nanoray tune`). Out of memory? A run halves it by
     itself (on_oom)"""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator
+from pydantic import WithJsonSchema, field_validator
 
 from nanoray.config.fields import Group, Natural, field
 
@@ -61,7 +61,7 @@ class FaultKeys(Group):
     checkpoint (0 = never): a rank that differs gets the majority's state"""
 
     # Faults on purpose, for tests and demonstrations
-    faults: str = field("", "fault")
+    faults: Annotated[str, WithJsonSchema({"type": ["string", "array"]})] = field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit |
     raise | hang | slow | oom | no-memory | disk-full | nan | bitflip | gradflip; in YAML also a
     list"""

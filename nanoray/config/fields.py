@@ -28,8 +28,8 @@ def whole_number(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(whole_number)]
-Positive = Annotated[Integer, Field(gt=0)]
-Natural = Annotated[Integer, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0), BeforeValidator(whole_number)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(whole_number)]
 
 
 class Group(BaseModel):

@@ -68,18 +68,10 @@ class Layout:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.sizes().items():
-            if size < 1:
-                raise ConfigError(
-                    f"{axis} = {size}, but an axis has at least one rank; raise {axis}"
-                )
         if self.dp % self.ep:
-            ranks = ""
-            if self.replica_ranks > 1:  # else dp is the number of ranks
-                ranks = f" of {self.product} ranks"
             raise ConfigError(
-                f"ep = {self.ep} does not divide dp = {self.dp}{ranks}; choose a divisor of dp "
-                "for ep"
+                f"ep = {self.ep} does not divide dp = {self.dp} data ranks; choose a divisor of "
+                f"{self.dp}"
             )
         if self.dp % self.replicas:
             raise ConfigError(
@@ -110,8 +102,10 @@ class Layout:
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
         groups = f" ({self.replicas} replicas)" if self.replicas > 1 else ""
         parts = [f"dp {self.dp}{experts}{groups}"]
-        for axis, size in _sizes_above_one(self).items():
-            parts.append(f"{axis} {size}")
+        for axis in IN_REPLICA:
+            size = getattr(self, axis)
+            if size > 1:
+                parts.append(f"{axis} {size}")
         return " × ".join(parts)
 
     def sizes(self) -> dict[str, int]:
@@ -198,34 +192,11 @@ class Layout:
         """Return the ranks of a group along an axis."""
         return self.steps[axis].size
 
-    @property
-    def product(self) -> str:
-        """The number of ranks as a product of the axes, such as dp*tp*pp = 2*2*1 = 4."""
-        sizes = {"dp": self.dp}
-        for axis in IN_REPLICA:
-            size = getattr(self, axis)
-            if size > 1 or axis in CUTS_MODEL:
-                sizes[axis] = size
-        values = "*".join(str(size) for size in sizes.values())
-        return f"{'*'.join(sizes)} = {values} = {self.world_size}"
-
-    def require(self, world_size: int) -> None:
-        """Raise ConfigError when this layout is not one of `world_size` ranks."""
-        if self.world_size != world_size:
-            raise ConfigError(
-                f"{self.product}, but there are {world_size} ranks; set workers to "
-                f"{self.world_size}, or change one of the axes"
-            )
-
     def coords(self, rank: int) -> Coords:
         """Return the place of a rank."""
         places = {axis: rank // stride % size for axis, (stride, size) in self.steps.items()}
         places["replicas"] = places["replica"]
         return Coords(**{axis: places[axis] for axis in Coords._fields})
-
-    def rank(self, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
-        """Return the rank at a place."""
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks along an axis, each in the order of its coordinate.
@@ -260,33 +231,6 @@ def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:
             f"replicas = {replicas} on {dp_of_all} data ranks"
         )
     return dp // group
-
-
-def _sizes_above_one(sizes: Config | Layout) -> dict[str, int]:
-    """Return the axes by name of which a replica has several ranks."""
-    return {axis: getattr(sizes, axis) for axis in IN_REPLICA if getattr(sizes, axis) > 1}
-
-
-def split_groups(layout: Layout, local_ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the groups of replicas whose ranks lie on several nodes, though one has room for them.
-
-    `local_ranks`: each rank's number on its node. Ranks of a node follow each other.
-    """
-    # A node begins where the numbers begin again.
-    node = 0
-    node_of: list[int] = []
-    for rank, number in enumerate(local_ranks):
-        if rank and number <= local_ranks[rank - 1]:
-            node += 1
-        node_of.append(node)
-    most = max(node_of.count(node) for node in node_of)
-
-    split = []
-    for group in layout.groups("shard"):
-        nodes = {node_of[rank] for rank in group}
-        if len(nodes) > 1 and len(group) <= most:
-            split.append(group)
-    return split
 
 
 def mirror_distance(local_ranks: Sequence[int]) -> int:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from nanoray.config.fields import Group, Natural, Positive, field
 
 PROFILED = 50  # the largest number of steps in one profile; each has thousands of operations
-
-
-def _tracker(value: Any) -> Any:
-    """Return the value of track. Raises ValueError for a tracker that an example reports to."""
-    if value == "aim":
-        raise ValueError("give wandb or mlflow, or take the callback of examples/aim_callback.py")
-    return value
 
 
 class LogKeys(Group):
@@ -77,9 +70,7 @@ class LogKeys(Group):
     tensorboard: bool = field(True, "log")
     """write TensorBoard events to the run's tb/ folder"""
 
-    track: Annotated[Literal["none", "wandb", "mlflow"], BeforeValidator(_tracker)] = field(
-        "none", "log"
-    )
+    track: Literal["none", "wandb", "mlflow"] = field("none", "log")
     """report the run to a tracker of experiments, too: none | wandb (Weights & Biases) | mlflow;
     each needs its package, pip install 'nanoray[wandb]', and reads its own variables, WANDB_* or
     MLFLOW_*"""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import ValidationInfo, WithJsonSchema, field_validator
 
 from nanoray.config.fields import Group, Integer, field, path
 from nanoray.config.variables import parse_variables
@@ -50,7 +50,17 @@ class RunKeys(Group):
     line has the command that sends it"""
 
     # What the processes of the ranks find in their environment
-    env: dict[str, str | None] = field({}, "run")
+    env: Annotated[
+        dict[str, str | None],
+        # A number of YAML is a text here; of flags and in a list the texts are KEY=VALUE
+        WithJsonSchema(
+            {
+                "type": ["object", "array"],
+                "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+                "items": {"type": "string"},
+            }
+        ),
+    ] = field({}, "run")
     """environment variable of every rank, KEY=VALUE or KEY, as often as needed; in YAML a mapping.
     KEY alone takes this shell's value, for tokens: it is written nowhere"""
 

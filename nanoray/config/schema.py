@@ -71,16 +71,11 @@ def field_extra(key: str) -> dict[str, Any]:
     return extra
 
 
-def field_group(key: str) -> str | None:
-    """Return the group of a key; None for an unknown key."""
-    if key not in Config.model_fields:
-        return None
-    return field_extra(key).get("group")
-
-
 def changes_recipe(key: str) -> bool:
     """Return whether another value of a key makes another experiment."""
-    return field_group(key) in RECIPE_GROUPS and key not in KEEPS_RECIPE
+    if key in KEEPS_RECIPE or key not in Config.model_fields:
+        return False
+    return field_extra(key)["group"] in RECIPE_GROUPS
 
 
 def recipe_of(config: Config) -> dict[str, Any]:

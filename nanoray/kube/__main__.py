@@ -170,7 +170,11 @@ def _submit(run: Rendered) -> int:
     if run.shipped:
         _print_now(f"send   {run.shipped}")
     if run.dry_run:
-        _dry_run(objects, namespace)
+        for thing in objects:
+            print(f"would apply {_title(thing)}")
+        print(
+            "dry run: nothing was applied; kubectl apply --dry-run=server checks what render prints"
+        )
         return 0
 
     # Nothing is applied before these checks have passed.
@@ -190,36 +194,6 @@ def _submit(run: Rendered) -> int:
 
     status = Follower(api, namespace, name, print_line=_print_now).run()
     return _report_end(status)
-
-
-def _dry_run(objects: list[Object], namespace: str) -> None:
-    """Print what would be applied, each object checked by the API server, which stores nothing.
-
-    Raises KubeError for an object that it refuses.
-    """
-    # Without a cluster the objects are printed all the same.
-    try:
-        api = Api()
-    except KubeError as error:
-        for thing in objects:
-            print(f"would apply {_title(thing)}")
-        print(f"check  by no API server: {error}")
-        return
-
-    require_operator(api)
-    has_namespace = api.find("Namespace", "", namespace) is not None
-    for thing in objects:
-        kind = thing["kind"]
-        own_namespace = thing["metadata"].get("namespace", "")
-        # The API server checks no object for a namespace that is not there, and no immutable one
-        # against its successor.
-        if own_namespace and not has_namespace:
-            print(f"would apply {_title(thing)} in the new namespace {namespace}, not checked yet")
-        elif kind in REPLACED and api.find(kind, own_namespace, thing["metadata"]["name"]):
-            print(f"would replace {_title(thing)}")
-        else:
-            api.apply(thing, dry_run=True)
-            print(f"would apply {_title(thing)}")
 
 
 def _title(thing: Object) -> str:

@@ -158,21 +158,16 @@ class Api:
             query = (("propagationPolicy", "Background"),)
             self.call("DELETE", path_of(kind, namespace, name), query=query)
 
-    def apply(self, thing: Object, dry_run: bool = False) -> None:
-        """Create or update one object (server-side apply). Raises KubeError with the server's reason.
-
-        With `dry_run` the API server checks it as it would, and stores nothing.
-        """
+    def apply(self, thing: Object) -> None:
+        """Create or update one object (server-side apply). Raises KubeError with the server's reason."""
         kind = thing["kind"]
         name = thing["metadata"]["name"]
         namespace = thing["metadata"].get("namespace", "")
         # force: a field that kubectl has set is taken over instead of refused as a conflict.
-        query = [("fieldManager", MANAGER), ("force", "true")]
-        if dry_run:
-            query.append(("dryRun", "All"))
+        query = (("fieldManager", MANAGER), ("force", "true"))
         path = path_of(kind, namespace, name)
         try:
-            self.call("PATCH", path, thing, tuple(query), "application/apply-patch+yaml")
+            self.call("PATCH", path, thing, query, "application/apply-patch+yaml")
         except ApiError as error:
             message = f"{kind} {name}: {shorten(error.message)}"
             if error.status == 404:

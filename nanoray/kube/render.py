@@ -1,6 +1,6 @@
 """Render the Kubernetes objects that train a configuration, or run a program.
 
-overlay (kuberay/overlays/NAME/job) ─► kubectl kustomize ─► set name, namespace, image, pods,
+kuberay/namespace, overlays/NAME/job ─► kubectl kustomize ─► set name, namespace, image, pods,
 storage, configuration
 
 The overlay shapes pods for a kind of machine; the settings of the run are applied on top. Nothing
@@ -67,7 +67,11 @@ def render(config: Config, started: float, program: PodProgram | None = None) ->
         names = sorted(path.parent.name for path in (KUBE_DIR / "overlays").glob("*/job"))
         known = ", ".join(names) or f"none in {KUBE_DIR}"
         raise ConfigError(f"there is no overlay {overlay!r}; one of {known}")
-    objects = build(folder)
+    # What the jobs of a namespace share is no part of an overlay, whose deletion would take it away
+    shared = KUBE_DIR / f"namespace-{overlay}"
+    if not shared.is_dir():
+        shared = KUBE_DIR / "namespace"
+    objects = build(shared) + build(folder)
     job = next(thing for thing in objects if thing["kind"] == "RayJob")
 
     # The run's settings. The pods come first, because the disruption budget counts them.
@@ -244,9 +248,9 @@ def _shape_pods(objects: list[Object], job: Object, config: Config, ranks: int) 
 
     _mount_config(spec, f"{job_name(config.name)}-config")
 
-    # The overlay's image, in the build for the device.
+    # One image for all pods: that of the overlay, in the build for the device.
     build_tag = "cpu" if config.device == "cpu" else "cuda"
-    for each in containers(job):
+    for each in containers(objects):
         each["image"] = kube.image or re.sub(r"(cpu|cuda)$", build_tag, each["image"])
 
 
@@ -306,7 +310,7 @@ def _drop_unused_download(objects: list[Object], config: Config) -> None:
 
 
 def _place(thing: Object, kube: Kube) -> None:
-    """Put an object into the namespace, and a given image into its containers."""
+    """Put an object into the namespace."""
     kind = thing["kind"]
     metadata = thing["metadata"]
     if kind == "Namespace":
@@ -319,8 +323,3 @@ def _place(thing: Object, kube: Kube) -> None:
         metadata["name"] = "nanoray"
         if kube.namespace != "nanoray":
             metadata["name"] = f"nanoray-{kube.namespace}"
-
-    # The RayJob's containers have it already.
-    if kind in ("Job", "Deployment") and kube.image:
-        for container in containers(thing):
-            container["image"] = kube.image

@@ -117,7 +117,7 @@ class Mesh:
             self.slots = self.world_size
         if self.layout == Layout():
             self.layout = Layout(dp=self.world_size)
-        self.layout.require(self.world_size)
+        assert self.layout.world_size == self.world_size, f"{self.layout} is not of these ranks"
 
     def all_reduce_mean(self, tensor: Tensor, what: str = "value") -> Tensor:
         """Average `tensor` over all ranks, in place; `what` names it for the listener. (all ranks)"""

@@ -43,7 +43,6 @@ from nanoray.train.out_of_memory import (
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.state_share import (
     mirrored_rank,
-    note_on_nodes,
     require_shards,
     share_of,
     weights_of,
@@ -218,10 +217,6 @@ class Recipe:
 
         # Another rank keeps a copy of this rank's share, and this rank one of `owner`'s.
         distance, owner = mirrored_rank(mesh) if self._mirrors else (0, 0)
-        # Hybrid sharding sends most within a group, which should be a node.
-        note = note_on_nodes(mesh, self._cfg.replicas) if self._cfg.replicas > 1 else ""
-        if note:
-            self.observers.note(note)
 
         accum = self.batch_for(mesh).accum
         loss = self.loss_on(mesh)

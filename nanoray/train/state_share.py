@@ -9,7 +9,7 @@ from torch import nn
 from nanoray.checkpoint.state.rank_state import Holding, Share
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Config
-from nanoray.config.layout import mirrored, split_groups
+from nanoray.config.layout import mirrored
 from nanoray.errors import ConfigError
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.pieces import Shard, whole_shards
@@ -23,18 +23,6 @@ def mirrored_rank(mesh: Mesh) -> tuple[int, int]:
     On another node, where there is one. (all ranks)
     """
     return mirrored(mesh.layout, mesh.rank, mesh.all_gather(mesh.local_rank))
-
-
-def note_on_nodes(mesh: Mesh, replicas: int) -> str:
-    """Return a note where a group of hybrid sharding, which sends most, is no part of a node. (all ranks)"""
-    split = split_groups(mesh.layout, mesh.all_gather(mesh.local_rank))
-    if not split:
-        return ""
-    return (
-        f"note    replicas = {replicas}: the group of ranks {', '.join(map(str, split[0]))} lies on "
-        "several nodes, and sends all gradients and weights between them; let the ranks of a group "
-        "divide those of a node"
-    )
 
 
 def share_of(task: Task, par: Plan, state: TrainState, config: Config, owner: int) -> Share | None:

@@ -21,7 +21,7 @@ from tests.harness.pods import Machine, RunningPod, missing
 
 def start(machine: Machine, text: Path, recipe: dict[str, Any]) -> RunningPod:
     """Start the Job's pod with its own command, environment and /dev/shm, and another recipe."""
-    objects = build(KUBE_DIR / "torchrun")
+    objects = build(KUBE_DIR / "namespace") + build(KUBE_DIR / "torchrun")
     (job,) = [o for o in objects if o["metadata"]["name"] == "nanoray-torchrun"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -111,7 +111,8 @@ def test_every_module_comes_from_the_wheel(installed: Path, elsewhere: Path) -> 
 
 def test_every_manifest_is_in_the_wheel(installed: Path) -> None:
     (found,) = installed.parent.glob("lib/python*/site-packages/nanoray/kube/manifests")
-    for part in ("base", "components", "overlays"):
+    shared = sorted(path.name for path in (ROOT / "kuberay").glob("namespace*"))
+    for part in ("base", "components", "overlays", *shared):
         wanted = {
             path.relative_to(ROOT / "kuberay")
             for path in (ROOT / "kuberay" / part).rglob("*")
@@ -126,6 +127,6 @@ def test_presets_topologies_names_and_templates_are_in_the_wheel(installed: Path
     """That the code reads them there: above, a preset, and below, a topology and a template."""
     (found,) = installed.parent.glob("lib/python*/site-packages/nanoray")
     config = [f"config/{part}/*.yaml" for part in ("names", "presets", "topologies")]
-    for pattern in ("**/*.j2", *config):
+    for pattern in ("**/*.j2", "config/run.schema.json", *config):
         wanted = {path.relative_to(ROOT / "nanoray") for path in (ROOT / "nanoray").glob(pattern)}
         assert wanted == {path.relative_to(found) for path in found.glob(pattern)} != set()

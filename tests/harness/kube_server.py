@@ -52,7 +52,6 @@ class ApiServer:
         self.refusals: dict[str, tuple[int, str]] = {}  # "METHOD plural" -> status and message
         self.heads: dict[str, str] = {}  # cluster -> base URL of its head's port 8265
         self.drop_ray = 0  # so many calls of Ray by exec fail
-        self.dry_runs: list[str] = []  # the kind of each object that was checked and not stored
         self.exec_refused = False
         self.execs: list[str] = []  # the pod of each command
         self.exec_containers: list[str] = []  # and its container; empty for the pod's first one
@@ -137,9 +136,6 @@ class ApiServer:
             is_immutable = key[0] in ("resourceclaimtemplates", "jobs")
             if is_immutable and known and known["spec"] != thing["spec"]:
                 return _status(422, f"{key[2]} is invalid: spec: field is immutable")
-            if request.query.get("dryRun") == "All":
-                self.dry_runs.append(thing["kind"])
-                return web.json_response(thing)
             self.objects[key] = thing | ({"status": known["status"]} if "status" in known else {})
             return web.json_response(self.objects[key])
         if request.method == "GET" and not key[2]:

@@ -12,6 +12,7 @@ from nanoray.cli.run_plan import plan
 from nanoray.config import Config, load_config, make_config
 from nanoray.config.conflict_rows import Conflict, Rule, spell
 from nanoray.config.conflicts import TABLE, first, refuse, refuse_sharing
+from nanoray.config.layout import Layout
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 
@@ -262,12 +263,13 @@ def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
     dataset = DatasetInfo("text", "", tmp_path, "uint16", 65, 6_400, 640, "", "", {}, "tokens")
 
     resumed = parse_args(["--resume", str(tmp_path)], "prog", "what")
-    plan(resumed, 2, dataset)
+    plan(resumed, Layout(dp=2), dataset)
     with pytest.raises(ConfigError, match=f"only one rank; .* or use --{key} ") as refused:
-        plan(resumed, 1, dataset)
+        plan(resumed, Layout(), dataset)
 
     idle = str(refused.value).rsplit(" ", 1)[-1]
-    plan(parse_args(["--resume", str(tmp_path), f"--{key}", idle], "prog", "what"), 1, dataset)
+    again = parse_args(["--resume", str(tmp_path), f"--{key}", idle], "prog", "what")
+    plan(again, Layout(), dataset)
 
 
 def test_a_group_that_has_shrunk_to_one_rank_keeps_its_configuration() -> None:

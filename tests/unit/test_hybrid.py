@@ -9,7 +9,7 @@ import torch
 
 from nanoray.checkpoint.run_folder import recovers_in_place
 from nanoray.config import Config, make_config
-from nanoray.config.layout import Layout, split_groups
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.hybrid import Groups, Sum
@@ -84,25 +84,6 @@ def test_another_group_is_the_mirror() -> None:
     assert not recovers_in_place(config(recovery="restart"), "gloo", 4)
     assert config(replicas=1).mirrors()
     assert not config(replicas=1).replicated(4)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "local_ranks", "split"),
-    [
-        (8, [0, 1, 2, 3, 0, 1, 2, 3], []),
-        (8, range(8), []),
-        # Nodes of three ranks: the first group fits on one, and does not lie there.
-        (6, [0, 1, 2, 0, 1, 2], []),
-        (8, [0, 1, 0, 1, 2, 3, 4, 5], [(0, 1, 2, 3)]),
-        # Groups of four on nodes of two cannot lie on one.
-        (8, [0, 1, 0, 1, 0, 1, 0, 1], []),
-    ],
-    ids=str,
-)
-def test_groups_that_lie_on_several_nodes_without_need(
-    ranks: int, local_ranks: Any, split: list[Any]
-) -> None:
-    assert split_groups(Layout.of(config(), ranks), local_ranks) == split
 
 
 @pytest.mark.parametrize(("elements", "groups"), [(16, 2), (16, 3), (5, 4), (1, 2), (2, 5)])

@@ -21,6 +21,7 @@ from nanoray.config.layout import Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
 from tests.harness.factorizations import factorizations
+from tests.harness.talks import sent as bytes_sent
 
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
 P = count_parameters(SHAPE)
@@ -44,7 +45,7 @@ def sent_per_axis(talks: list[Talk], layout: Layout) -> dict[str, float]:
     """Return the bytes that a rank sends, by axis."""
     sent = Counter[str]()
     for talk in talks:
-        sent[talk.axis] += talk.sent(layout.size_of(talk.axis))
+        sent[talk.axis] += bytes_sent(talk, layout.size_of(talk.axis))
     return dict(sent)
 
 

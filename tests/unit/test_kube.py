@@ -21,7 +21,7 @@ import yaml
 from nanoray.config import load_settings, make_config
 from nanoray.kube.__main__ import main
 from nanoray.kube.gpus import gpu_requests
-from nanoray.kube.kustomize import groups
+from nanoray.kube.kustomize import containers, groups
 from nanoray.kube.render import KUBE_DIR
 from nanoray.launch.program.flags import ProgramCommand
 from tests.harness.kube_rules import DRAIN, cluster_spec, problems, templates
@@ -41,6 +41,8 @@ WITHOUT_RAY = [
     "torchrun-gpu",
 ]
 FOLDERS += [*WITHOUT_RAY, "nightly-bench", "run", "tune"]
+NAMESPACES = sorted(path.name for path in KUBE_DIR.glob("namespace*"))
+POD_SECURITY = "pod-security.kubernetes.io/enforce"
 Object = dict[str, Any]
 
 
@@ -52,9 +54,71 @@ def of_kind(objects: list[Object], kind: str) -> Object:
 # The folders themselves.
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [*FOLDERS, *NAMESPACES])
 def test_every_folder_builds_and_keeps_the_rules(folder: str) -> None:
     assert problems(build(KUBE_DIR / folder)) == []
+
+
+def names_of(objects: list[Object]) -> set[tuple[str, str]]:
+    return {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
+
+
+def needs_of(objects: list[Object]) -> set[tuple[str, str]]:
+    """Return what the pods of objects cannot start without."""
+    needs = set()
+    for pod in (template["spec"] for thing in objects for template, _ in templates(thing)):
+        needs.add(("ServiceAccount", pod["serviceAccountName"]))
+        for volume in pod["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                needs.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+        for container in pod["containers"]:
+            for source in container.get("envFrom", ()):
+                if "configMapRef" in source:
+                    needs.add(("ConfigMap", source["configMapRef"]["name"]))
+    return needs
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_deleting_a_folder_takes_nothing_from_other_jobs(folder: str) -> None:
+    """What jobs share is in the kustomization that the folder's header names, and nowhere else."""
+    header = (KUBE_DIR / folder / "kustomization.yaml").read_text()
+    (before,) = re.findall(r"(?m)^# Before: .* -k kuberay/([a-z-]+) +\(once\)$", header)
+    own, shared = build(KUBE_DIR / folder), build(KUBE_DIR / before)
+    assert ("Namespace", "nanoray") in names_of(shared)
+    assert names_of(own) & names_of(shared) == set()
+    assert needs_of(own) - names_of(own) <= names_of(shared)
+    of_everybody = {"Namespace", "PersistentVolume", "PersistentVolumeClaim", "NetworkPolicy"}
+    of_everybody |= {"LocalQueue", "ClusterQueue", "ResourceFlavor"}
+    assert {kind for kind, _ in names_of(own)} & of_everybody == set()
+
+    # Its pods start in that namespace, and the nodes need one image
+    is_privileged = "IPC_LOCK" in str(own)
+    level = of_kind(shared, "Namespace")["metadata"]["labels"][POD_SECURITY]
+    assert level == ("privileged" if is_privileged else "restricted")
+    assert len({each["image"] for each in containers([*own, *shared])}) == 1
+
+
+@pytest.mark.parametrize(
+    ("overlay", "device", "level", "storage"),
+    [
+        ("cpu", "cpu", "restricted", "nanoray-hostpath"),
+        ("laptop", "cpu", "restricted", None),
+        ("rdma", "cuda", "privileged", "nanoray-hostpath"),
+    ],
+)
+def test_render_has_the_namespace_of_its_overlay(
+    overlay: str, device: str, level: str, storage: str | None
+) -> None:
+    config = kube_config(
+        device=device, workers=8, global_batch_size=16, kube={"overlay": overlay, "namespace": "t"}
+    )
+    objects = render(config, 0.0)
+    space = of_kind(objects, "Namespace")["metadata"]
+    assert (space["name"], space["labels"][POD_SECURITY]) == ("t", level)
+    assert of_kind(objects, "PersistentVolumeClaim")["spec"].get("storageClassName") == storage
+    assert needs_of(objects) <= names_of(objects)
+    (image,) = {each["image"] for each in containers(objects)}
+    assert image.endswith("cpu" if device == "cpu" else "cuda")
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.bench.peak_memory import moments_of
 from nanoray.cli.forecast.job import AssumedDevice, assume_device
 from nanoray.cli.forecast.memory import (
     RankSizes,
     Sizes,
-    moments_of,
     state_memory,
 )
-from nanoray.cli.forecast.owners import rank_model
 from nanoray.cli.forecast.rank_memory import (
     largest_rank,
     memory_line,
@@ -28,6 +27,7 @@ from nanoray.cli.forecast.rank_memory import (
 )
 from nanoray.config import Batch, make_config
 from nanoray.config.layout import Coords, Layout
+from nanoray.lab.inspect.owners import rank_model
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import weight_type

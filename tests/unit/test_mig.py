@@ -8,35 +8,23 @@ import pytest
 
 from nanoray.cli.mig import CARDS, plan_lines, show_lines
 from nanoray.machine.device import Device
-from nanoray.models.costs import flops_per_token
-from nanoray.models.gpt import ModelShape
 
 H200 = "NVIDIA H200"
 
 
 def test_a_plan_by_hand() -> None:
-    """An H200: 989 TFLOP/s and 4.8 TB/s, in sevenths and eighths; speed = share x peak x MFU /
-    FLOPs of a token.
-    """
-    from nanoray.config import load_config
-
-    lines = plan_lines(H200, "gpt2-124m", 0.4)
+    """An H200: 989 TFLOP/s and 4.8 TB/s, in sevenths and eighths."""
+    lines = plan_lines(H200)
     rows = {line.split()[0]: line.split() for line in lines if line[:1].isdigit()}
     assert list(rows) == ["1g.18gb", "1g.35gb", "2g.35gb", "3g.71gb", "4g.71gb", "7g.141gb"]
     assert rows["1g.18gb"][1:6] == ["7", "?", "17.6", "600", "141"]
     assert rows["7g.141gb"][4:6] == ["4800", "989"]
-    flops = flops_per_token(ModelShape.of(load_config(None, "gpt2-124m"), 50304))
-    whole = float(rows["7g.141gb"][6].replace(",", ""))
-    assert whole == pytest.approx(0.4 * 989.4e12 / flops, rel=1e-3)
-    assert float(rows["1g.18gb"][7].replace(",", "")) == pytest.approx(whole, rel=1e-3), (
-        "seven sevenths"
-    )
     assert "-cgi 1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb,1g.18gb" in "\n".join(lines)
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_every_card_has_a_plan(card: str) -> None:
-    assert len([line for line in plan_lines(card, "tiny", 0.3) if line[:1].isdigit()]) == 6
+    assert len([line for line in plan_lines(card) if line[:1].isdigit()]) == 6
 
 
 def gpu(**values: Any) -> Device:

@@ -44,7 +44,7 @@ momentum: 0.9
 
 
 def planned(config: Config, dataset: DatasetInfo, dp: int = 2) -> tuple[Config, list[str]]:
-    settings = plan(Settings(config), dp, dataset)
+    settings = plan(Settings(config), Layout(dp=dp), dataset)
     return settings.config, list(settings.notes)
 
 

@@ -93,7 +93,8 @@ def test_every_rank_has_one_place_and_one_group_per_axis(sizes: tuple[int, int, 
     layout = Layout(*sizes)
     places = [layout.coords(rank) for rank in range(layout.world_size)]
     assert len({place[:3] for place in places}) == layout.world_size
-    assert all(layout.rank(*place[:3]) == rank for rank, place in enumerate(places))
+    for rank, place in enumerate(places):
+        assert (place.pp * layout.dp + place.dp) * layout.tp + place.tp == rank
     for axis in ("dp", "tp", "pp", "ep"):
         groups = layout.groups(axis)
         assert sorted(rank for group in groups for rank in group) == [*range(layout.world_size)]

@@ -40,6 +40,7 @@ from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.schedules import in_flight
 from nanoray.parallel.tp import cut
 from tests.harness.factorizations import factorizations
+from tests.harness.talks import sent as bytes_sent
 
 # 256 rows with padding
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
@@ -164,7 +165,7 @@ def test_experts_by_hand() -> None:
     there = talks["tokens to experts and back"]
     # 8 micro batches; 2·16 tokens, twice each
     assert (there.times, there.nbytes) == (8 * 4 * 2, 4 * 2 * 16 * 64 * 2)
-    assert there.sent(2) == there.times * there.nbytes / 2
+    assert bytes_sent(there, 2) == there.times * there.nbytes / 2
     assert talks["gradients"].times * talks["gradients"].nbytes == 4 * routed
     layout = Layout(dp=4, tp=2, ep=2)
     halved = sum(t.numel for t in weights_of(some.shape, layout, 0) if t.expert)
@@ -272,7 +273,7 @@ def test_data_parallel_bytes_are_the_table_of_the_page(mode: str, accum: int, pa
     def sent(accum: int) -> float:
         talks = talks_of(job(4 * accum, dp_mode=mode), Layout(dp=4), 1, 0)
         kept = accum * outside if mode == "fsdp" else 0
-        return sum(t.sent(4) for t in talks) + 4 * kept * 3 / 4
+        return sum(bytes_sent(talk, 4) for talk in talks) + 4 * kept * 3 / 4
 
     assert sent(accum) == pytest.approx(4 * passes * P * 3 / 4)
     assert sent(1) == pytest.approx(4 * passes * P * 3 / 4)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.bench.fit import fit
 from nanoray.bench.simulate import Work, scaling
-from nanoray.cli.forecast.fit import fit
 from nanoray.cli.forecast.links import (
     MODELS,
     Cost,

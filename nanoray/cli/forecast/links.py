@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nanoray.config import did_you_mean, refuse_unknown
+from nanoray.config import refuse_unknown
 from nanoray.config.layout import Layout
 from nanoray.config.strict_yaml import read_file
 from nanoray.errors import ConfigError
@@ -59,30 +59,17 @@ class Link(_Strict):
 
 
 class Topology(_Strict):
-    """Equal nodes of equal ranks. A link may be `fit`: a sweep of this machine fills it."""
+    """Equal nodes of equal ranks."""
 
     note: str = ""  # where the numbers come from
     ranks_per_node: Annotated[int, Field(ge=1)]
-    intra: Link | Literal["fit"]  # between two ranks of a node, while all of them talk
-    inter: Link | Literal["fit"]  # between two nodes: all network cards of a node together
+    intra: Link  # between two ranks of a node, while all of them talk
+    inter: Link  # between two nodes: all network cards of a node together
     lanes: Annotated[int, Field(ge=1)] = 1  # collectives in flight: 1 in NCCL, 2 in gloo
-    # Of a rank; None: a measurement of this machine replaces it
+    # Of a rank; without one there is no prediction of its compute
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that a rank alone reaches
     memory_gb: Annotated[float, Field(gt=0)] | None = None  # of a rank's device, in 1e9 bytes
-
-    def filled(self, link: Link) -> Topology:
-        """Put the fitted link where the file says `fit`."""
-        return self.model_copy(
-            update={k: link for k in ("intra", "inter") if getattr(self, k) == "fit"}
-        )
-
-    @property
-    def levels(self) -> tuple[Link, Link]:
-        """Intra and inter link of a filled topology."""
-        assert isinstance(self.intra, Link), "fill it first"
-        assert isinstance(self.inter, Link), "fill it first"
-        return self.intra, self.inter
 
 
 def topology_names() -> list[str]:
@@ -97,40 +84,22 @@ def load_topology(name: str) -> Topology:
     if path.parent == TOPOLOGY_DIR and not path.is_file():
         refuse_unknown(name, topology_names(), "topology")
     try:
-        values = read_file(path)
-        return Topology.model_validate(values)
+        return Topology.model_validate(read_file(path))
     except ValidationError as error:
-        raise ConfigError(f"topology {path}: {_problem(error, values)}") from None
+        problems = []
+        for item in error.errors():
+            problems.append(f"{'.'.join(map(str, item['loc']))}: {item['msg']}")
+        raise ConfigError(f"topology {path}: {'; '.join(problems)}") from None
 
 
 def complete_topology(name: str) -> Topology:
     """Read a topology that has all numbers of a prediction. Raises ConfigError."""
     topology = load_topology(name)
-    missing = [key for key in ("intra", "inter") if not isinstance(getattr(topology, key), Link)]
     if not topology.peak_tflops:
-        missing.append("peak_tflops")
-    if missing:
         raise ConfigError(
-            f"topology {name} has no number for {' and '.join(missing)}; write numbers into a YAML "
-            "file, or for this machine run `python -m nanoray.bench layouts predicted`"
+            f"topology {name} has no peak_tflops, from which a step's compute follows; add it"
         )
     return topology
-
-
-def _problem(error: ValidationError, values: Any) -> str:
-    """Describe the problem of the first wrong key, with its value."""
-    # A link is a Link or the word fit, and fails as both: the mapping is the one that was meant.
-    items = [e for e in error.errors() if "Link" in e["loc"]] or error.errors()
-    # A typo also leaves its key missing: the unknown key says more.
-    item = next((e for e in items if e["type"] == "extra_forbidden"), items[0])
-    loc = [str(part) for part in item["loc"] if not str(part).startswith(("Link", "literal"))]
-    if item["type"] == "extra_forbidden":
-        known = Link.model_fields if len(loc) > 1 else Topology.model_fields
-        return f"unknown key {'.'.join(loc)}; {did_you_mean(loc[-1], sorted(known))}"
-    if item["type"] == "missing":
-        return f"{'.'.join(loc)} is missing; add it"
-    text = item["msg"] if loc else "it must hold `key: value` lines"
-    return f"{'.'.join(loc) or 'its content'} = {item['input']!r}: {text}"
 
 
 class Cost(NamedTuple):
@@ -161,7 +130,7 @@ def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> C
         algorithm = best(topology, ranks, nbytes)
     local = min(ranks, topology.ranks_per_node)
     nodes = math.ceil(ranks / local)
-    intra, inter = (link.costs() for link in topology.levels)
+    intra, inter = topology.intra.costs(), topology.inter.costs()
     if algorithm == "two_level":
         inside = _flat("ring", local, nbytes, intra)
         among = min((_flat(name, nodes, nbytes, inter) for name in FLAT), key=lambda c: c.seconds)
@@ -219,7 +188,7 @@ def all_gather(topology: Topology, ranks: int, nbytes: int) -> Cost:
     if ranks == 1:
         return Cost(0.0, 0.0)
     local = min(ranks, topology.ranks_per_node)
-    intra, inter = (link.costs() for link in topology.levels)
+    intra, inter = topology.intra.costs(), topology.inter.costs()
     inside = _flat("ring", local, nbytes, intra)
     among = _flat("ring", math.ceil(ranks / local), nbytes, inter)
     flat = all_reduce(topology, "ring", ranks, nbytes)
@@ -232,7 +201,7 @@ def all_to_all(topology: Topology, ranks: int, nbytes: int) -> Cost:
     if ranks == 1:
         return Cost(0.0, 0.0)
     local = min(ranks, topology.ranks_per_node)
-    intra, inter = (link.costs() for link in topology.levels)
+    intra, inter = topology.intra.costs(), topology.inter.costs()
     part = nbytes / ranks
     inside_s = (local - 1) * part * intra[1]
     outside_s = local * (ranks - local) * part * inter[1]  # all ranks of a node share its link
@@ -244,8 +213,7 @@ def send(topology: Topology, ranks: int, nbytes: int) -> Cost:
     """Return the cost of a message to the next rank; between nodes if `ranks` fill more than one."""
     if ranks == 1:
         return Cost(0.0, 0.0)
-    intra, inter = topology.levels
-    link = inter if ranks > topology.ranks_per_node else intra
+    link = topology.inter if ranks > topology.ranks_per_node else topology.intra
     alpha_s, beta_s_per_byte = link.costs()
     return Cost(alpha_s, nbytes * beta_s_per_byte)
 
@@ -290,6 +258,6 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> GroupPlace:
 
 def seen_by(topology: Topology, place: GroupPlace) -> Topology:
     """Return the topology of one group: its ranks on a node, its share of the link between nodes."""
-    _, inter = topology.levels
+    inter = topology.inter
     own = Link(alpha_us=inter.alpha_us, bandwidth_gb_per_s=inter.bandwidth_gb_per_s / place.sharing)
     return topology.model_copy(update={"ranks_per_node": place.local, "inter": own})

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from nanoray.checkpoint.resume import find_resume
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli import parse_args
-from nanoray.cli.forecast.owners import rank_model
 from nanoray.cli.forecast.probe import Loss
 from nanoray.cli.run_plan import known_dataset
 from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
@@ -28,6 +27,7 @@ from nanoray.config.layout import DIVISIONS, Coords, Layout
 from nanoray.data.dataset import DatasetInfo, script_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.lab.inspect.owners import rank_model
 from nanoray.machine.atomic import read_json
 from nanoray.machine.host import cpu_features
 from nanoray.models.build import ScriptShape, shape_of

@@ -11,13 +11,13 @@ from torch import Tensor
 from nanoray import __version__
 from nanoray.checkpoint.state.optimizers import name_of
 from nanoray.cli.forecast.job import assume_device
-from nanoray.cli.forecast.owners import Holder, holders_of
 from nanoray.cli.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.cli.forecast.probe import Seen, WatchedPass, probe_on_fakes
 from nanoray.cli.forecast.rank_memory import largest_rank, memory_line
 from nanoray.config.layout import Coords, Layout
 from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
+from nanoray.lab.inspect.owners import Holder, holders_of
 from nanoray.lab.inspect.target import InspectTarget
 from nanoray.machine.script_errors import one_line
 from nanoray.models import costs, resnet_costs

@@ -228,9 +228,7 @@ def configured(here: TunedRun, choice: Choice) -> Config:
     problem = first(config, device=here.device, precision=config.precision, ranks=here.ranks)
     if problem:
         raise ConfigError(problem)
-    layout = Layout.of(config, here.ranks)
-    layout.require(here.ranks)
-    resolve_batch(config, layout.dp)
+    resolve_batch(config, Layout.of(config, here.ranks).dp)
     return config
 
 

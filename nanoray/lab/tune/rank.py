@@ -12,7 +12,6 @@ import torch
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli.forecast.job import Job
 from nanoray.config import micro_batches, resolve_batch
-from nanoray.config.layout import Layout
 from nanoray.faults.inject import Injector
 from nanoray.lab.tune.knobs import ALWAYS, BATCH, TunedRun, configured, memory_bytes
 from nanoray.lab.tune.request import KNOB_NAMES, MASKS, NORMS, SearchRequest
@@ -118,7 +117,7 @@ def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TunedMod
     job = None
     shape = shape_of(config, spec.dataset.vocab_size)
     if isinstance(shape, ModelShape) and not config.pure:
-        sequences = resolve_batch(config, Layout.of(config, mesh.world_size).dp).global_size
+        sequences = resolve_batch(config, mesh.layout.dp).global_size
         bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device)
         job = Job(shape, config, sequences, precision, bucket_mb)
     return TunedRun(

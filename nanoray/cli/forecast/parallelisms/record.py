@@ -72,16 +72,6 @@ class Talk(NamedTuple):
     # hides it. beside: backward hides it. after: it follows the update. once: nothing hides it.
     when: str
 
-    def sent(self, ranks: int) -> float:
-        """Return the bytes that a rank of the axis sends in a step."""
-        # Each rank keeps its own part of the tensor and sends the others.
-        share = (ranks - 1) / ranks
-        if self.op == "all_reduce":
-            share *= 2  # a reduce-scatter and an all-gather
-        elif self.op == "send":
-            share = 1.0
-        return self.times * self.nbytes * share
-
 
 class Compute(NamedTuple):
     """The compute of a micro batch on a rank, beside which messages may travel."""
