@@ -393,10 +393,6 @@ class ScriptedRay:
 
     # What actors do when they are called
 
-    def on_describe(self, actor: Actor, ref: Ref) -> None:
-        if not self._loses_request(actor):
-            self._once_placed(actor, lambda: ref.set(actor.facts))
-
     def _loses_request(self, actor: Actor) -> bool:
         slot = -1 if actor.slot is None else actor.slot
         if not self.lost_requests.get(slot, 0):
@@ -420,8 +416,12 @@ class ScriptedRay:
             self._once_placed(actor, lambda: self._start(actor, ref))
 
     def _start(self, actor: Actor, ref: Ref) -> None:
+        """Let an actor be ready: at once where all ranks start, and later in place of a lost one."""
         slot = -1 if actor.slot is None else actor.slot
-        if self.failing_starts.get(slot, 0):
+        is_first = not any(other.alive and other.runs for other in self.created)
+        if is_first and actor.slot is not None:
+            ref.set(actor.facts)
+        elif self.failing_starts.get(slot, 0):
             self.failing_starts[slot] -= 1
             self.time.after(self.start_s / 2, lambda: actor.fail_pending(ActorDiedError()))
         else:

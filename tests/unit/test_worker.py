@@ -521,4 +521,4 @@ def test_a_spare_takes_the_devices_of_its_slot(spec: RunSpec) -> None:
     spare.take_slot(2, ["MIG-a"])
     assert repr(spare) == "a-run rank 2"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-a"
-    assert spare.describe()["devices"] == ["MIG-a"]
+    assert spare.ready()["devices"] == ["MIG-a"]

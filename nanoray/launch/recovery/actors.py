@@ -187,8 +187,8 @@ class ActorPool:
             )
         self.actors[slot] = actor
         # `ready` returns after the imports: an actor that dies in them costs another try, but no
-        # rendezvous. At the start of a run all ranks import at once, and `describe` is enough.
-        self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
+        # rendezvous.
+        self.starting[slot] = actor.ready.remote()
         self._requested[slot] = (self.clock.monotonic(), PENDING_S)
 
     def request_again(self) -> None:

@@ -71,9 +71,6 @@ class FaultLog:
             # Monotonic clocks of two processes are comparable on one host since one boot only.
             detect_s = known_at - cause.exit_record["monotonic"]
             self.present.detect_s = round(max(0.0, detect_s), 4)
-        elif cause.heard_at is not None:
-            # No record of this host has the time of its death.
-            self.present.detect_s = round(max(0.0, known_at - cause.heard_at), 3)
         return cause
 
     @property

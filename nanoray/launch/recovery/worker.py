@@ -166,12 +166,12 @@ class Worker:
         # CUDA reads this when it is initialized, which comes later: see add_spares.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
 
-    @ray.method(concurrency_group="control")
-    def describe(self) -> dict[str, Any]:
-        """Return this actor's rank, pid, start in ticks, node, IP address, Ray id and devices."""
-        return self._describe()
+    def ready(self) -> dict[str, Any]:
+        """Return what is known of this process, once torch is imported and a step is rehearsed.
 
-    def _describe(self) -> dict[str, Any]:
+        That is its rank, pid, start in ticks, node, IP address, Ray id and devices.
+        """
+        self._importing.join()
         context = self._api.get_runtime_context()
         return {
             "rank": self._rank,
@@ -190,11 +190,6 @@ class Worker:
         Above a threshold Ray's memory monitor ends processes there.
         """
         return resident_bytes("RssAnon"), available_memory_bytes(usable=memory_threshold())
-
-    def ready(self) -> dict[str, Any]:
-        """Do as `describe` does, once torch is imported and the rehearsal, if any, is done."""
-        self._importing.join()
-        return self._describe()
 
     @ray.method(concurrency_group="control")
     def nccl_version(self) -> tuple[int, int, int] | None:
@@ -312,7 +307,7 @@ class Worker:
         end a rank.
         """
         try:
-            return RankOutput(path, self._send_line, self._is_first)
+            return RankOutput(path, self._send_line)
         except OSError as error:
             log.warning("what rank %d prints is not kept: %s", self._rank, error)
             return None
@@ -440,17 +435,12 @@ class Worker:
         """Return the notes, records and printed lines since the last call."""
         if self._metrics:
             self._metrics.hold()
-        if self._output:
-            self._output.polled()
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def _send_line(self, stream: str, line: str) -> None:
-        """Let the driver print a line of this rank's script."""
-        self._messages.append((stream, line))
-
-    def _is_first(self) -> bool:
-        """Return whether the driver's console shows what this rank's script prints."""
-        return self._script is not None and self._rendezvous.rank == 0
+        """Let the driver print a line of a script, if this is the first rank."""
+        if self._script and self._rendezvous.rank == 0:
+            self._messages.append((stream, line))
 
     @ray.method(concurrency_group="control")
     def pause(self, attempt: int) -> None:

@@ -49,8 +49,6 @@ class WorkerGroup:
         self.runs: dict[int, Any] = {}
         self.heartbeats: dict[int, Any] = {}
         self._poll: Any = None  # of rank 0
-        # Monotonic seconds of the newest answer of the process that is in a slot now
-        self.heard_at: dict[int, float] = {}
 
         self.meeting = Meeting(pool)
 
@@ -121,18 +119,16 @@ class WorkerGroup:
         self.members = sorted(self.pool.actors)
         self._began_at = self.pool.clock.monotonic()
         ranks = self._rendezvous()
-        address, port = self.meeting.open_first(len(ranks))
+        address, port = self.meeting.open(len(ranks), self.members[:1])
 
-        spec = self.spec.to_dict()
         for rank in ranks:
             meeting = replace(rank, master_addr=address, master_port=port)
-            self._run(rank.slot, spec, meeting)
+            self._run(meeting)
 
-    def _run(self, slot: int, spec: dict[str, Any], meeting: Rendezvous) -> None:
+    def _run(self, meeting: Rendezvous) -> None:
         """Start a rank in the new process of a slot."""
-        # What the slot's former process answered says nothing about this one.
-        self.heard_at.pop(slot, None)
-        self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
+        actor = self.pool.actors[meeting.slot]
+        self.runs[meeting.slot] = actor.run.remote(self.spec.to_dict(), meeting)
 
     def open_store(self, slots: Sequence[int]) -> tuple[str, int]:
         """Open a store for a group of these slots in a process that has the run's state.
@@ -203,7 +199,7 @@ class WorkerGroup:
             if rank.slot in self.runs:
                 self.pool.actors[rank.slot].go_on.remote(spec.to_dict(), meeting)
             else:
-                self._run(rank.slot, spec.to_dict(), meeting)
+                self._run(meeting)
 
         if not saves:
             for slot in planned.leaves:
@@ -329,7 +325,6 @@ class WorkerGroup:
                 del self.heartbeats[slot]
                 with suppress(RayError):  # the end of its `run` gives the reason
                     heartbeat: Heartbeat = api.get(ref)
-                    self.heard_at[slot] = self.event_at
                     yield kind, slot, heartbeat
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:
