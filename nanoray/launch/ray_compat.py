@@ -118,16 +118,6 @@ def is_pending(api: Any, actor: Any) -> bool:
     return bool(record.get("State") == "PENDING_CREATION")
 
 
-def cluster_actors() -> list[dict[str, Any]]:
-    """Return Ray's record of each actor of the cluster. Ray must be connected.
-
-    The public ray.util.state needs the dashboard, which may be slow to start.
-    """
-    from ray._private.state import actors
-
-    return list(actors().values())
-
-
 @contextmanager
 def quiet_about_deaths() -> Iterator[None]:
     """Keep Ray's own sentence about a process that died from the console: the driver names the cause.

@@ -121,14 +121,13 @@ class WorkerGroup:
         ranks = self._rendezvous()
         address, port = self.meeting.open(len(ranks), self.members[:1])
 
+        spec = self.spec.to_dict()  # once: there may be thousands of ranks
         for rank in ranks:
-            meeting = replace(rank, master_addr=address, master_port=port)
-            self._run(meeting)
+            self._run(spec, replace(rank, master_addr=address, master_port=port))
 
-    def _run(self, meeting: Rendezvous) -> None:
+    def _run(self, spec: dict[str, Any], meeting: Rendezvous) -> None:
         """Start a rank in the new process of a slot."""
-        actor = self.pool.actors[meeting.slot]
-        self.runs[meeting.slot] = actor.run.remote(self.spec.to_dict(), meeting)
+        self.runs[meeting.slot] = self.pool.actors[meeting.slot].run.remote(spec, meeting)
 
     def open_store(self, slots: Sequence[int]) -> tuple[str, int]:
         """Open a store for a group of these slots in a process that has the run's state.
@@ -185,6 +184,7 @@ class WorkerGroup:
             self.stop()  # before they meet, so that they do not begin a step
 
         address, port = store
+        given = spec.to_dict()
         ranks = self._rendezvous()
         reference = next(rank.rank for rank in ranks if rank.slot in self.runs)
         for rank in ranks:
@@ -197,9 +197,9 @@ class WorkerGroup:
                 reference=reference,
             )
             if rank.slot in self.runs:
-                self.pool.actors[rank.slot].go_on.remote(spec.to_dict(), meeting)
+                self.pool.actors[rank.slot].go_on.remote(given, meeting)
             else:
-                self._run(meeting)
+                self._run(given, meeting)
 
         if not saves:
             for slot in planned.leaves:
