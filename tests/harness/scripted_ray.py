@@ -8,13 +8,11 @@ milliseconds.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import json
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -196,27 +194,6 @@ class Actor:
             ref.set(error)
 
 
-class Head(socket.socket):
-    """A head's address: each connection is accepted and closed until `close`, then refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bind(("127.0.0.1", 0))
-        self.listen(1024)
-        threading.Thread(target=self._accept_all, daemon=True).start()
-
-    def _accept_all(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                self.accept()[0].close()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            # `close` alone would not end the `accept` of the thread
-            self.shutdown(socket.SHUT_RDWR)
-        super().close()
-
-
 @dataclass
 class ScriptedRay:
     """The module `ray`, as far as the driver uses it, and the script's handles on what happens."""
@@ -237,9 +214,7 @@ class ScriptedRay:
     store_server: Actor | None = None  # whose process serves the newest store
     # Pids that a task on their node was to end
     ended_for_certain: list[int] = field(default_factory=list)
-    # Order -> what happens right after it
-    reactions: dict[str, Callable[[], None]] = field(default_factory=dict)
-    # First word of an order -> what happens right after the next such order
+    # The beginning of an order, and what happens once right after the next such order
     armed: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     start_s: float = START_S
     # Node -> Unix ms of its end; 0 if nobody said
@@ -255,13 +230,12 @@ class ScriptedRay:
     # Slot -> how many of its next actors get no process
     lost_requests: dict[int, int] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)  # their names
-    reserved: str = "CREATED"  # the state of the placement group
-    lost_nodes: set[str] = field(default_factory=set)
     memory: tuple[int, int] = (300 << 20, 8 << 30)  # bytes of each rank, and free on each node
 
     def __post_init__(self) -> None:
         self.pids = itertools.count(1000)
-        self.head = Head()
+        # It is never accepted from: the kernel completes the connections that the driver makes
+        self.head = socket.create_server(("127.0.0.1", 0), backlog=4096)
         address = f"127.0.0.1:{self.head.getsockname()[1]}"
         self.members: list[Actor] = []  # of the newest group that has formed
         self.forming: dict[int, Actor] = {}
@@ -272,7 +246,7 @@ class ScriptedRay:
         self.util = SimpleNamespace(
             placement_group_table=lambda group: {
                 "bundles_to_node_id": {i: node_id(i) for i in range(self.workers)},
-                "state": self.reserved,
+                "state": "CREATED",
             }
         )
         record = lambda name: {"State": "PENDING_CREATION" if name in self.pending else "ALIVE"}  # noqa: E731
@@ -298,7 +272,7 @@ class ScriptedRay:
                 "NodeID": node,
                 "NodeManagerAddress": "",
                 "Resources": amounts,
-                "Alive": node not in self.lost_nodes,
+                "Alive": True,
             }
             for node, amounts in resources.items()
         ]
@@ -320,8 +294,7 @@ class ScriptedRay:
         for label in getattr(where, "hard", []):
             actor.avoids += label.operator.values
         if slot is None:
-            # Ray places what asks for nothing on any node, unless its affinity is hard.
-            actor.home = HEAD_NODE if where.soft else where.node_id
+            actor.home = where.node_id
         self.created.append(actor)
         if self.head.fileno() < 0:
             self.without_head.append(actor.name)  # Ray would wait for ever
@@ -385,10 +358,8 @@ class ScriptedRay:
 
     def _note(self, order: str) -> None:
         self.orders.append(order)
-        if event := self.reactions.pop(order, None):
-            self.time.after(0.0, event)
-        for first_word, event in [armed for armed in self.armed if order.startswith(armed[0])]:
-            self.armed.remove((first_word, event))
+        for beginning, event in [armed for armed in self.armed if order.startswith(armed[0])]:
+            self.armed.remove((beginning, event))
             self.time.after(0.0, event)
 
     # What actors do when they are called

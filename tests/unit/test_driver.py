@@ -342,7 +342,9 @@ def test_without_a_head_the_others_save(tmp_path: Path, victim: int) -> None:
 def test_a_rank_dies_while_the_others_save(tmp_path: Path, second: int, gap_s: float) -> None:
     """The last one saves alone."""
     run = Run(tmp_path)
-    run.ray.reactions["go_on 2 as 1/2 attempt 1"] = lambda: run.ray.at(gap_s, run.ray.die, second)
+    run.ray.armed.append(
+        ("go_on 2 as 1/2 attempt 1", lambda: run.ray.at(gap_s, run.ray.die, second))
+    )
     run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
     outcome = run()
     assert saved(run)
@@ -357,7 +359,7 @@ def test_a_rank_that_freezes_before_the_others_save_is_ended(tmp_path: Path, fro
     order = "go_on 2 as 1/2 attempt 1"
     if frozen == 2:
         order = "go_on 0 as 0/2 attempt 1"
-    run.ray.reactions[order] = lambda: run.ray.freeze(frozen)
+    run.ray.armed.append((order, lambda: run.ray.freeze(frozen)))
     run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
     began = run.ray.time.now
     outcome = run()
@@ -380,7 +382,7 @@ def test_a_rank_that_was_left_out_saves_for_one_of_its_share(tmp_path: Path, fro
         run.ray.freeze(frozen)
         run.ray.at(5.0, lambda: asked.append(bool(run.ray.actors[2].sleepers)))
 
-    run.ray.reactions["go_on 0 as 0/2 attempt 1"] = freeze
+    run.ray.armed.append(("go_on 0 as 0/2 attempt 1", freeze))
     run.ray.at(10.3, run.ray.fail, 3, "refused", "TrainingDiverged: the loss is nan")
     run()
     assert asked == [True], "a rank that is not called for long ends"
@@ -669,9 +671,8 @@ def test_without_room_a_drained_rank_stays_until_its_node_is_almost_gone(tmp_pat
     run.ray.at(10.3, run.ray.drain, run.driver, 1, 25.0)
     moments: dict[str, float] = {}
     for order in ("pause 1", "run 1 as 1/3 attempt 1"):
-        run.ray.reactions[order] = lambda order=order: moments.update(
-            {order: run.ray.time.now - run.ray.time.began}
-        )  # type: ignore[misc]
+        note = partial(lambda order: moments.update({order: took_s(run)}), order)
+        run.ray.armed.append((order, note))
     assert ended_well(run())
     assert run.orders == in_place_of(1)
     assert 10.3 + 25.0 - LEAVE_S <= moments["pause 1"] < 10.3 + 25.0 - LEAVE_S + 2.0
@@ -686,7 +687,7 @@ def test_a_drained_node_that_dies_early_is_a_lost_node(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.ray.at(10.3, run.ray.drain, run.driver, 1, 100.0)
     run.ray.at(20.3, run.ray._take_away, run.driver, node_id(1))
-    run.ray.reactions["start 1"] = run.ray.draining.clear
+    run.ray.armed.append(("start 1", run.ray.draining.clear))
     assert ended_well(run())
     assert run.orders == IN_PLACE_OF_1
     assert what(run) == [(1, "node_lost", "in_place", 0)]
