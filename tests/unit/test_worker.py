@@ -395,43 +395,6 @@ def test_a_rank_that_was_frozen_does_not_take_its_driver_for_silent() -> None:
     assert own_then - own <= clock_then - clock - 1.0
 
 
-STARTING = """
-import sys, time
-from types import ModuleType, SimpleNamespace
-from nanoray.launch.recovery import worker
-
-class Stuck:
-    def find_spec(self, name, path=None, target=None):
-        if name == "nanoray.train.rank":
-            time.sleep(60)
-
-if sys.argv[1] == "stuck":
-    sys.meta_path.insert(0, Stuck())
-else:
-    sys.modules["nanoray.train.rank"] = ModuleType("runtime")
-worker.START_S = 0.5
-api = SimpleNamespace(get_gpu_ids=list)
-started = worker.Worker("a-run", 0, api=api)
-started._importing.join()
-time.sleep(1.0)
-print("lives")
-"""
-
-
-@pytest.mark.parametrize(("start", "ends"), [("stuck", (1, "")), ("quick", (0, "lives\n"))])
-def test_an_actor_that_hangs_in_its_start_ends_and_says_where(
-    start: str, ends: tuple[int, str]
-) -> None:
-    """Nobody else can tell it from one that waits for a place: the driver does not, while the
-    others train.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", STARTING, start], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout) == ends, done.stderr
-    assert ("in find_spec" in done.stderr) == (start == "stuck"), done.stderr
-
-
 KILLED_IN_IMPORTS = """
 import os, signal, sys
 from pathlib import Path

@@ -44,8 +44,6 @@ from nanoray.parallel.rendezvous import Order, Rendezvous
 
 log = logging.getLogger("nanoray.rank")
 
-# Imports take seconds, a rehearsal that compiles minutes. An actor that takes longer ends itself.
-START_S = 600.0
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
 
 # The driver calls every second or two. A rank that was not called for this long stops with a
@@ -55,7 +53,6 @@ ORPHAN_S = 60.0
 ORPHAN_CODE = 75  # the exit code of a rank that ends because its driver is silent
 
 CHECK_S = 0.005  # how often `heartbeat` checks whether the step that it waits for has passed
-_STDERR = 2
 
 
 class LostPeer(RuntimeError):
@@ -129,10 +126,6 @@ class Worker:
         if record:
             exit_record.watch(record)
 
-        # If an import or a device hangs, this prints the stacks and ends the process. The driver
-        # then starts another actor.
-        faulthandler.dump_traceback_later(START_S, exit=True, file=_STDERR)
-
         # Importing torch takes seconds: start now, while the driver creates the other actors.
         # Methods that need torch join this thread first, because two threads that import
         # torch.distributed at once abort the process.
@@ -140,19 +133,16 @@ class Worker:
         self._importing.start()
 
     def _prepare(self) -> None:
-        try:
-            # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
-            gc.disable()
-            program = self._script.module if self._script else "nanoray.train.rank"
-            importlib.import_module(program)
-            gc.freeze()
-            gc.enable()
-            if self._rehearsal:
-                from nanoray.train.elastic import rehearse
+        # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
+        gc.disable()
+        program = self._script.module if self._script else "nanoray.train.rank"
+        importlib.import_module(program)
+        gc.freeze()
+        gc.enable()
+        if self._rehearsal:
+            from nanoray.train.elastic import rehearse
 
-                rehearse(RunSpec.from_dict(self._rehearsal))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+            rehearse(RunSpec.from_dict(self._rehearsal))
 
     def __repr__(self) -> str:
         role = "spare" if self._rank is None else f"rank {self._rank}"
