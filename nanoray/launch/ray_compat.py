@@ -15,7 +15,6 @@ from typing import Any
 import ray
 
 TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
-HEAD_RESOURCE = "node:__internal_head__"  # a resource that the head's node alone has
 
 
 def has_tokens(version: str = ray.__version__) -> bool:

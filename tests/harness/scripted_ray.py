@@ -35,7 +35,6 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.placement import Placement
-from nanoray.launch.ray_compat import HEAD_RESOURCE
 from nanoray.launch.recovery.actors import ActorPool
 from nanoray.launch.recovery.driver import Driver
 from nanoray.launch.recovery.rank_end import end_process
@@ -264,7 +263,7 @@ class ScriptedRay:
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the head's node, one of each rank, and one whose room is `room`."""
-        resources: dict[str, dict[str, float]] = {HEAD_NODE: {HEAD_RESOURCE: 1.0, "CPU": 8.0}}
+        resources: dict[str, dict[str, float]] = {HEAD_NODE: {"CPU": 8.0}}
         resources |= {node_id(slot): {"CPU": 1.0} for slot in range(self.workers)}
         resources["free"] = {}
         return [

@@ -169,9 +169,7 @@ class Watcher:
         if leave is Leave.IN_PLACE:
             group.pause()
         elif leave is Leave.SAVE:
-            positions = [position for position, _ in group.positions().values()]
-            failures = self._drains.failures(group)
-            self._faults.add(failures, positions, at.spec.attempt, len(group.members))
+            self._faults.add(self._drains.failures(group), group)
             self._faults.set_recovery("restart")
             self._recoverer.begin_saving(at, None, within_s=math.inf)
 
