@@ -400,7 +400,7 @@ class ScriptedRay:
                 lambda: ref.set(actor.facts if actor.slot is not None else {"node": actor.home}),
             )
 
-    def on_take_slot(self, actor: Actor, ref: Ref, slot: int, devices: list[str]) -> None:
+    def on_take_slot(self, actor: Actor, ref: Ref, slot: int, *_: Any) -> None:
         actor.slot = slot
         self.actors[slot] = actor
         self._note(f"spare takes {slot}")

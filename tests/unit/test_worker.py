@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,22 +30,17 @@ from nanoray.parallel.mesh import _MEETINGS
 from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.parallel.wire import SealedStore
 from nanoray.script.program import Program
-from tests.harness.commands import no_watchers_left, watchers_of
+from tests.harness.commands import no_watchers_left
 from tests.harness.scripted_ray import make_spec
 
 Train = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
-    """A run of two ranks. Workers in it change CUDA_VISIBLE_DEVICES and start processes that wait
-    for their end.
-    """
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+    """A run of two ranks. Workers in it change CUDA_VISIBLE_DEVICES."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    yield make_spec(tmp_path / "run", workers=2)
-    for pid in watchers_of(tmp_path):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    return make_spec(tmp_path / "run", workers=2)
 
 
 def worker(
@@ -478,10 +473,15 @@ def test_an_actor_without_a_device_sees_none(
     )
 
 
-def test_a_spare_takes_the_devices_of_its_slot(spec: RunSpec) -> None:
+def test_a_spare_takes_the_devices_of_its_slot(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = list[Path]()
+    monkeypatch.setattr(exit_record, "watch", records.append)
     spare = worker(rank=None)
     assert repr(spare) == "a-run spare"
-    spare.take_slot(2, ["MIG-a"])
+    spare.take_slot(2, ["MIG-a"], spec.progress(2))
+    assert records == [spec.progress(2)]
     assert repr(spare) == "a-run rank 2"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-a"
     assert spare.ready()["devices"] == ["MIG-a"]

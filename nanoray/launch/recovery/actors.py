@@ -398,7 +398,7 @@ class ActorPool:
                 if self.place.kind != "cpu" and node != lost["node"]:
                     continue
                 self._remove_spare(spare)
-                spare.actor.take_slot.remote(slot, lost["devices"])
+                spare.actor.take_slot.remote(slot, lost["devices"], self.spec.progress(slot))
                 self.promoted.add(slot)
                 return spare.actor
             except RayError:  # it died in its imports; the next look forgets it

@@ -122,7 +122,6 @@ class Worker:
         self._devices = bound_devices(api)
 
         # Before the imports, in which memory may run out.
-        self._leaves_record = record is not None
         if record:
             exit_record.watch(record)
 
@@ -149,9 +148,10 @@ class Worker:
         return f"{self._name} {role}"
 
     @ray.method(concurrency_group="control")
-    def take_slot(self, rank: int, devices: list[str]) -> None:
-        """Make this spare a rank, on the devices of the lost one."""
+    def take_slot(self, rank: int, devices: list[str], record: Path) -> None:
+        """Make this spare a rank, on the devices of the lost one; `record`: see __init__."""
         self._rank = rank
+        exit_record.watch(record)
         self._devices = devices
         # CUDA reads this when it is initialized, which comes later: see add_spares.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -236,8 +236,6 @@ class Worker:
 
         # The file of an earlier process in this slot must not be read as this one's.
         run.progress(self._rank).unlink(missing_ok=True)
-        if not self._leaves_record:
-            exit_record.watch(run.progress(self._rank))
 
         try:
             if self._captures:
