@@ -85,7 +85,7 @@ class ActorPool:
         self._script = script
         self.variables = dict(variables or {})
 
-        # All by slot. facts: rank, pid, start, node, ip, actor, devices.
+        # All by slot. facts: pid, start, node, ip, actor, devices.
         self.actors: dict[int, Any] = {}
         self.facts: dict[int, dict[str, Any]] = {}
         self.starting: dict[int, Any] = {}  # the pending `ready` of new actors

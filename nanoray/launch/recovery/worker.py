@@ -125,9 +125,9 @@ class Worker:
         if record:
             exit_record.watch(record)
 
-        # Importing torch takes seconds: start now, while the driver creates the other actors.
-        # Methods that need torch join this thread first, because two threads that import
-        # torch.distributed at once abort the process.
+        # Importing torch takes seconds: start now, while the driver creates the other actors. It
+        # calls `ready` first, which joins this thread: two threads that import torch.distributed at
+        # once abort the process.
         self._importing = threading.Thread(target=self._prepare, daemon=True)
         self._importing.start()
 
@@ -159,12 +159,11 @@ class Worker:
     def ready(self) -> dict[str, Any]:
         """Return what is known of this process, once torch is imported and a step is rehearsed.
 
-        That is its rank, pid, start in ticks, node, IP address, Ray id and devices.
+        That is its pid, start in ticks, node, IP address, Ray id and devices.
         """
         self._importing.join()
         context = self._api.get_runtime_context()
         return {
-            "rank": self._rank,
             "pid": os.getpid(),
             "start": start_time(os.getpid()),
             "node": context.get_node_id(),
@@ -184,7 +183,6 @@ class Worker:
     @ray.method(concurrency_group="control")
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Return the version of the NCCL library in force on this node."""
-        self._importing.join()
         from nanoray.parallel.rendezvous import runtime_nccl_version
 
         return runtime_nccl_version()
@@ -195,7 +193,6 @@ class Worker:
 
         One rank is called: rank 0 of a new run, else a rank that holds the run's state.
         """
-        self._importing.join()
         from nanoray.parallel.rendezvous import open_store
 
         host = self._api.util.get_node_ip_address()
