@@ -29,13 +29,15 @@ def ray_address(config: Config) -> str:
     """
     asked = config.ray_address
     wanted = asked if asked != "auto" else os.environ.get("RAY_ADDRESS") or "local"
-    if ray.util.client.ray.is_connected() or wanted.startswith("ray://"):
+    is_connected = ray.is_initialized()
+    asks_client = wanted.startswith("ray://") and not is_connected
+    if asks_client or ray.util.client.ray.is_connected():
         raise ConfigError(
             "Ray Client (ray://) cannot watch ranks; give ray_address HOST:PORT of the head's GCS "
             "(6379) from a machine of the cluster, after ray.shutdown() where this process is "
             "connected through it, or `ray job submit` the script"
         )
-    if not ray.is_initialized():
+    if not is_connected:
         return wanted
 
     present = ray.get_runtime_context().gcs_address

@@ -23,9 +23,14 @@ def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 
 def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(preset="tiny")
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "ray://192.0.2.1:10001")
+        with pytest.raises(ConfigError, match=r"Ray Client .*ray job submit"):
+            ray_address(config)
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(ConfigError, match=r"Ray Client .*ray job submit"):
-        ray_address(load_config(preset="tiny"))
+        ray_address(config)
 
 
 @pytest.mark.parametrize("asked", ["auto", "127.0.0.1:6379", "localhost:6379"])
