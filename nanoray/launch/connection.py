@@ -181,8 +181,8 @@ def _connect(address: str) -> Any:
 # Calls to a cluster that may have no head.
 
 
-def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> threading.Thread:
-    """Call `cleanup` in a thread, wait for it at most some seconds, and return the thread.
+def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> None:
+    """Call `cleanup` in a thread, and wait for it at most some seconds.
 
     A call to a cluster without a head never returns.
     """
@@ -195,7 +195,6 @@ def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -
     thread = threading.Thread(target=clean_up, name="nanoray-cleanup", daemon=True)
     thread.start()
     thread.join(seconds)
-    return thread
 
 
 def dial(address: str) -> None:
