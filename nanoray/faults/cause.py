@@ -64,8 +64,6 @@ class Failure:
     # The result of exit_record.read
     exit_record: dict[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0  # hung: seconds without progress on any rank
-    # Of a rank that died: monotonic seconds of its last heartbeat at the driver, if there was one
-    heard_at: float | None = None
     # Monotonic seconds at which the driver noticed it; of any program, Unix seconds at which it ended
     at: float = 0.0
 
@@ -91,8 +89,8 @@ class FaultReport:
 
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
     replaced: int = 0  # ranks that a new process has taken the place of, while the others waited
-    # From the death until the driver noticed it, or from the last heartbeat before it where the time
-    # of death is unknown; None: neither is known, or the rank reported its end itself
+    # From the death until the driver noticed it; None: the time of death is not known, as on another
+    # host, or the rank reported its end itself
     detect_s: float | None = None
     recover_s: float | None = None  # from then until a new step was completed
     steps_repeated: int | None = None

@@ -35,8 +35,9 @@ _PIDFD_INFO = struct.Struct("QQ11Ii")
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _PAGE = 4096
-# Of a rank's file: its last position (progress.py). The record stands behind it.
-POSITION_BYTES = 32
+# What a rank's file begins with: its last position, which progress.py writes. The record follows.
+# Step, phase, the completed step from which this attempt started, monotonic seconds
+POSITION = struct.Struct("<qqqd")
 # A thread takes a lock within microseconds; this is for a machine that is very busy
 LOCK_S = 30.0
 # The count of the out-of-memory killer is read every 5 s, and 4 readings are kept: an increase
@@ -92,7 +93,7 @@ def read(record: Path) -> dict[str, float | str | None]:
     """Return a record: pid, signal (its name) or exit_code, oom, boot and monotonic; else {}."""
     # Without nanoray's reader of mappings: this file is run by itself, beside the rank.
     with suppress(OSError, TypeError, ValueError):
-        return dict(json.loads(record.read_bytes()[POSITION_BYTES:]))
+        return dict(json.loads(record.read_bytes()[POSITION.size :]))
     return {}
 
 
@@ -103,9 +104,9 @@ def write(path: Path, record: dict[str, object]) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         # The rank may have died before it wrote a position: then zeros stand there.
-        os.ftruncate(file, POSITION_BYTES)
+        os.ftruncate(file, POSITION.size)
         # In one call: a reader finds no record, or a complete one.
-        os.pwrite(file, content, POSITION_BYTES)
+        os.pwrite(file, content, POSITION.size)
     finally:
         os.close(file)
 

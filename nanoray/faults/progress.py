@@ -1,6 +1,8 @@
 """Write a rank's step and phase to a mapped file that outlives the process.
 
-position (32 bytes, by the rank) │ how the process ended (JSON, by the one beside it: exit_record.py)
+position (by the rank) │ how the process ended (JSON, by the one beside it)
+
+exit_record.py has the layout, because that process runs it as a file by itself.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import struct
 import time
 from pathlib import Path
 
+from nanoray.faults.exit_record import POSITION
 from nanoray.machine.mapped import MappedFile, content_of
 
 PHASES = (
@@ -41,18 +44,15 @@ NOT_BEGUN = (0, "init", UNKNOWN, 0.0)  # the place of a rank of which nothing is
 class ProgressFile:
     """A rank's position, in the first bytes of a file. They survive SIGKILL. A write goes to memory."""
 
-    # Step, phase, the completed step from which this attempt started, monotonic seconds
-    _FORMAT = struct.Struct("<qqqd")
-
     def __init__(self, path: Path) -> None:
         self.base = UNKNOWN
-        start = self._FORMAT.pack(0, PHASES.index("init"), UNKNOWN, 0.0)
+        start = POSITION.pack(0, PHASES.index("init"), UNKNOWN, 0.0)
         self._file = MappedFile(path, start)
 
     def set(self, step: int, phase: str) -> None:
         """Write the step being computed and its phase."""
         memory = self._file.memory
-        self._FORMAT.pack_into(memory, 0, step, PHASES.index(phase), self.base, time.monotonic())
+        POSITION.pack_into(memory, 0, step, PHASES.index(phase), self.base, time.monotonic())
 
     phase = set  # the name by which the loop calls it (observe/watch/instruments.py)
 
@@ -77,7 +77,7 @@ class ProgressFile:
     @classmethod
     def _unpack(cls, content: bytes) -> tuple[int, str, int, float] | None:
         try:
-            step, phase, base, seconds = cls._FORMAT.unpack_from(content)
+            step, phase, base, seconds = POSITION.unpack_from(content)
             return step, PHASES[phase], base, seconds
         except (struct.error, IndexError):
             return None

@@ -20,8 +20,8 @@ from nanoray.config.variables import values_of
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.inject import DRIVER, Injector, parse_plan
 from nanoray.launch.auto import with_micro_batch
-from nanoray.launch.caller import caller_address, lasting_out_dir, ray_address
-from nanoray.launch.connection import bounded, connected, using
+from nanoray.launch.caller import lasting_out_dir, ray_address
+from nanoray.launch.connection import bounded, connected
 from nanoray.launch.placement import Placement, slots_here
 from nanoray.launch.recovery.driver import Driver
 from nanoray.launch.recovery.pickled_script import PickledScript
@@ -80,8 +80,7 @@ def launch(
     opening.set({"out_dir": lasting_out_dir(loaded.config)}, "a Ray job's folder does not last")
     config = opening.config
     variables = values_of(config.env, os.environ, started=False)
-    attached = caller_address(config)
-    address = attached or ray_address(config)
+    address = ray_address(config)
     slots = None
     if address == "local":
         # The ranks are on this machine; on a cluster rank 0 finds out, before step 1.
@@ -110,9 +109,8 @@ def launch(
             opening.fetch()
 
         # Take devices, train, and give everything back, whatever happens.
-        session = using(attached) if attached else connected(address, slots, last)
         # Ray takes the handlers of signals as it starts, so ours come afterwards.
-        with session, catch_signals() as stop:
+        with connected(address, slots, last), catch_signals() as stop:
             place = Placement.make(opening.config, stop.check)
             try:
                 with environment(variables):

@@ -20,29 +20,34 @@ from nanoray.errors import ConfigError
 from nanoray.machine.output import say
 
 
-def caller_address(config: Config) -> str:
-    """Return the address of the Ray that this process is connected to; empty if there is none.
+def ray_address(config: Config) -> str:
+    """Return the Ray that a run uses: `local`, or the address of a cluster.
 
-    Raises ConfigError where ranks could not be watched, and where ray_address names another Ray.
+    That is the one that this process is connected to, else that of --ray_address, else of
+    RAY_ADDRESS. Raises ConfigError for Ray Client, and where ray_address names another Ray than the
+    one that this process is connected to.
     """
-    if ray.util.client.ray.is_connected():
-        raise ConfigError(
-            "this process is connected through Ray Client (ray://), which cannot watch ranks; call "
-            "ray.shutdown() first and give ray_address HOST:PORT of the head's GCS (6379) from a "
-            "machine of the cluster, or `ray job submit` the script"
-        )
-    if not ray.is_initialized():
-        return ""
-
-    address = ray.get_runtime_context().gcs_address
     asked = config.ray_address
-    if asked != "auto" and _resolved(asked) != _resolved(address):
+    wanted = asked if asked != "auto" else os.environ.get("RAY_ADDRESS") or "local"
+    is_connected = ray.is_initialized()
+    asks_client = wanted.startswith("ray://") and not is_connected
+    if asks_client or ray.util.client.ray.is_connected():
         raise ConfigError(
-            f"ray_address = {asked}, but this process is connected to the Ray at {address} already, "
+            "Ray Client (ray://) cannot watch ranks; give ray_address HOST:PORT of the head's GCS "
+            "(6379) from a machine of the cluster, after ray.shutdown() where this process is "
+            "connected through it, or `ray job submit` the script"
+        )
+    if not is_connected:
+        return wanted
+
+    present = ray.get_runtime_context().gcs_address
+    if asked != "auto" and _resolved(asked) != _resolved(present):
+        raise ConfigError(
+            f"ray_address = {asked}, but this process is connected to the Ray at {present} already, "
             "and a process has one connection; drop ray_address to use that Ray, or call "
             "ray.shutdown() first"
         )
-    return address
+    return present
 
 
 def _resolved(address: str) -> str:
@@ -50,23 +55,6 @@ def _resolved(address: str) -> str:
     host, _, port = address.rpartition(":")
     with suppress(OSError):
         return f"{socket.gethostbyname(host)}:{port}"
-    return address
-
-
-def ray_address(config: Config) -> str:
-    """Return `local`, or the address of the cluster to connect to: --ray_address, else RAY_ADDRESS.
-
-    Raises ConfigError for a Ray Client address.
-    """
-    address = config.ray_address
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or "local"
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"ray_address = {address} is Ray Client's, which cannot watch ranks; give HOST:PORT of "
-            "the head's GCS (6379) from a machine of the cluster, or `ray job submit` from "
-            "elsewhere"
-        )
     return address
 
 

@@ -23,7 +23,7 @@ from nanoray.config import Config
 from nanoray.config.choose import choose_precision
 from nanoray.errors import PlacementError
 from nanoray.launch.devices import bound_devices
-from nanoray.launch.ray_compat import HEAD_RESOURCE, available_per_node
+from nanoray.launch.ray_compat import available_per_node
 from nanoray.machine.gpus import discover_gpus
 from nanoray.machine.host import available_cpus
 from nanoray.machine.output import say
@@ -348,16 +348,12 @@ def strategy(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrat
 
 
 def nodes_of(api: Any) -> list[dict[str, Any]]:
-    """Return id, address, total and available resources of each node that is alive.
-
-    `is_head`: whether the cluster's head is on it.
-    """
+    """Return id, address, total and available resources of each node that is alive."""
     available = available_per_node(api)
     return [
         {
             "id": node["NodeID"],
             "ip": node["NodeManagerAddress"],
-            "is_head": HEAD_RESOURCE in node["Resources"],
             "total": node["Resources"],
             "available": available.get(node["NodeID"], {}),
         }

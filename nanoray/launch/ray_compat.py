@@ -9,24 +9,23 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray
 
 TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
-HEAD_RESOURCE = "node:__internal_head__"  # a resource that the head's node alone has
 
 
-def has_tokens(version: str = ray.__version__) -> bool:
-    """Return whether a Ray of this version can ask for a token."""
-    return numbers_of(version) >= TOKENS_SINCE
-
-
-def numbers_of(version: str = ray.__version__) -> tuple[int, int]:
-    """Return major and minor number of a version of Ray."""
-    major, minor = version.split(".")[:2]
+def ray_version() -> tuple[int, int]:
+    """Return major and minor number of Ray."""
+    major, minor = ray.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def has_tokens() -> bool:
+    """Return whether this Ray can ask for a token."""
+    return ray_version() >= TOKENS_SINCE
 
 
 def reread_authentication() -> None:
@@ -66,7 +65,19 @@ def request_session_name(api: Any, timeout_s: float) -> None:
 
 
 @contextmanager
-def in_own_process_groups() -> Iterator[None]:
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of a module or a class of Ray, as long as this lasts."""
+    originals = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+def in_own_process_groups() -> AbstractContextManager[None]:
     """Start the processes of a local Ray, as long as this lasts, in process groups of their own.
 
     A terminal that closes, `timeout` and batch systems send a signal to the whole process group of
@@ -82,15 +93,10 @@ def in_own_process_groups() -> Iterator[None]:
 
         return popen(command, preexec_fn=prepare, **options)
 
-    services.ConsolePopen = start
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
+    return _replaced(services, ConsolePopen=start)
 
 
-@contextmanager
-def without_dashboard() -> Iterator[None]:
+def without_dashboard() -> AbstractContextManager[None]:
     """Start a local Ray, as long as this lasts, without two processes that only people look at.
 
     The log monitor sends what workers print to the driver, which asks for nothing of it. The API
@@ -99,14 +105,28 @@ def without_dashboard() -> Iterator[None]:
     """
     # The agent of the node stays complete: workers wait for a part of it in some versions of Ray.
     node: Any = ray._private.node.Node
-    skipped = {name: getattr(node, name) for name in ("start_log_monitor", "start_api_server")}
-    for name in skipped:
-        setattr(node, name, lambda self, **_: None)
-    try:
-        yield
-    finally:
-        for name, start in skipped.items():
-            setattr(node, name, start)
+
+    def skip(self: Any, **_: Any) -> None:
+        pass
+
+    return _replaced(node, start_log_monitor=skip, start_api_server=skip)
+
+
+def quiet_about_deaths() -> AbstractContextManager[None]:
+    """Keep Ray's own sentence about a process that died from the console: the driver names the cause.
+
+    Ray's logs have it, and other warnings of Ray are printed. `log_to_driver` does not concern it.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    original = getattr(worker, "print_to_stdstream", None)
+    if original is None:  # another Ray: it speaks, as it did
+        return nullcontext()
+
+    def print_others(data: Any, *args: Any, **options: Any) -> None:
+        if not any("A worker died or was killed" in line for line in data["lines"]):
+            original(data, *args, **options)
+
+    return _replaced(worker, print_to_stdstream=print_others)
 
 
 def is_pending(api: Any, actor: Any) -> bool:
@@ -116,36 +136,3 @@ def is_pending(api: Any, actor: Any) -> bool:
     """
     record = api._private.state.actors(actor._actor_id.hex())
     return bool(record.get("State") == "PENDING_CREATION")
-
-
-def cluster_actors() -> list[dict[str, Any]]:
-    """Return Ray's record of each actor of the cluster. Ray must be connected.
-
-    The public ray.util.state needs the dashboard, which may be slow to start.
-    """
-    from ray._private.state import actors
-
-    return list(actors().values())
-
-
-@contextmanager
-def quiet_about_deaths() -> Iterator[None]:
-    """Keep Ray's own sentence about a process that died from the console: the driver names the cause.
-
-    Ray's logs have it, and other warnings of Ray are printed. `log_to_driver` does not concern it.
-    """
-    worker: Any = importlib.import_module("ray._private.worker")
-    original = getattr(worker, "print_to_stdstream", None)
-    if original is None:  # another Ray: it speaks, as it did
-        yield
-        return
-
-    def print_others(data: Any, *args: Any, **options: Any) -> None:
-        if not any("A worker died or was killed" in line for line in data["lines"]):
-            original(data, *args, **options)
-
-    worker.print_to_stdstream = print_others
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = original

@@ -24,11 +24,11 @@ import pytest
 import yaml
 
 from nanoray.kube.render import KUBE_DIR
+from tests.cluster.kuberay import Operator
 from tests.harness import commands
 from tests.harness.cluster import computed_with
 from tests.harness.commands import torchrun
 from tests.harness.kube_server import ApiServer
-from tests.harness.kuberay import Operator
 from tests.harness.manifests import build
 from tests.harness.pods import Machine, RunningPod, missing
 from tests.harness.ranks import TINY

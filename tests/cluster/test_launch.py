@@ -363,7 +363,7 @@ place = Placement.make(config)
 data = DatasetInfo(**{f: None for f in DatasetInfo.__dataclass_fields__})
 pool = ActorPool(RunSpec(config, data, Path("/none/run"), 0.0), place)
 pool.create()
-seen = [ray.get(a.describe.remote())["devices"] for a in pool.actors.values()]
+seen = [ray.get(a.ready.remote())["devices"] for a in pool.actors.values()]
 pool.end()
 print(json.dumps([place.kind, place.workers, seen]))
 """

@@ -445,7 +445,7 @@ from nanoray.launch.recovery.rank_end import end_for_certain
 from nanoray.launch.recovery.worker import Worker
 
 actor = ray.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker).remote("run", 0)
-facts = ray.get(actor.describe.remote())
+facts = ray.get(actor.ready.remote())
 os.kill(facts["pid"], signal.SIGSTOP)
 end_for_certain(facts)
 try:

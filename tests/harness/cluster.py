@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_command
 from nanoray.checkpoint.resume import newest_valid
-from nanoray.launch.ray_compat import numbers_of
+from nanoray.launch.ray_compat import ray_version
 from nanoray.train.guard import state_hashes
 from tests.harness import leaks
 from tests.harness.commands import ROOT, START_S, Command, torchrun, wait_for
@@ -156,7 +156,7 @@ def _ray_head(*flags: str, dashboard: bool, **env: str) -> Iterator[Cluster]:
         | env
     )
     flags = (*LESS, "--no-monitor", *flags)
-    if numbers_of() < (2, 60):
+    if ray_version() < (2, 60):
         # Ray 2.50 announces another port of its agent than the free one that it took, so the head
         # cannot read a job's log, and `ray job submit` returns 0 while the job runs.
         flags = (f"--dashboard-agent-listen-port={free_port()}", *flags)

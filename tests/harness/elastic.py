@@ -21,7 +21,7 @@ from nanoray.parallel.mesh import abort_groups
 from nanoray.parallel.rendezvous import Order, Rendezvous, open_store
 from tests.harness.commands import forkserver
 
-NOTICE_S = 0.1  # from a loss to the order to abort, as in nanoray/launch/recovery/drain.py
+NOTICE_S = 0.1  # from a loss to the order to abort, as in nanoray/launch/recovery/watcher.py
 AGAIN_S = 1.0  # from one order to the next
 Patch = Callable[[], None]  # called in a rank's process before it trains; makes it a worse one
 

@@ -19,8 +19,8 @@ _ON_CLUSTER = """
 import json, os, ray
 ray.init(address=os.environ["RAY_ADDRESS"], namespace="nanoray", log_to_driver=False)
 from ray.util.placement_group import placement_group_table
-from nanoray.launch.ray_compat import cluster_actors
-left = [f"actor {a['Name']} ({a['State']}, pid {a['Pid']})" for a in cluster_actors() if a["State"] != "DEAD"]
+from ray._private.state import actors  # the public ray.util.state needs the dashboard
+left = [f"actor {a['Name']} ({a['State']}, pid {a['Pid']})" for a in actors().values() if a["State"] != "DEAD"]
 left += [f"placement group {g['placement_group_id']} ({g['state']})" for g in placement_group_table().values()
          if g["state"] != "REMOVED"]
 print(json.dumps(left))

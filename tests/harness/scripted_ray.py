@@ -8,13 +8,11 @@ milliseconds.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import json
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -37,7 +35,6 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.placement import Placement
-from nanoray.launch.ray_compat import HEAD_RESOURCE
 from nanoray.launch.recovery.actors import ActorPool
 from nanoray.launch.recovery.driver import Driver
 from nanoray.launch.recovery.rank_end import end_process
@@ -196,27 +193,6 @@ class Actor:
             ref.set(error)
 
 
-class Head(socket.socket):
-    """A head's address: each connection is accepted and closed until `close`, then refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bind(("127.0.0.1", 0))
-        self.listen(1024)
-        threading.Thread(target=self._accept_all, daemon=True).start()
-
-    def _accept_all(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                self.accept()[0].close()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            # `close` alone would not end the `accept` of the thread
-            self.shutdown(socket.SHUT_RDWR)
-        super().close()
-
-
 @dataclass
 class ScriptedRay:
     """The module `ray`, as far as the driver uses it, and the script's handles on what happens."""
@@ -237,9 +213,7 @@ class ScriptedRay:
     store_server: Actor | None = None  # whose process serves the newest store
     # Pids that a task on their node was to end
     ended_for_certain: list[int] = field(default_factory=list)
-    # Order -> what happens right after it
-    reactions: dict[str, Callable[[], None]] = field(default_factory=dict)
-    # First word of an order -> what happens right after the next such order
+    # The beginning of an order, and what happens once right after the next such order
     armed: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     start_s: float = START_S
     # Node -> Unix ms of its end; 0 if nobody said
@@ -255,13 +229,12 @@ class ScriptedRay:
     # Slot -> how many of its next actors get no process
     lost_requests: dict[int, int] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)  # their names
-    reserved: str = "CREATED"  # the state of the placement group
-    lost_nodes: set[str] = field(default_factory=set)
     memory: tuple[int, int] = (300 << 20, 8 << 30)  # bytes of each rank, and free on each node
 
     def __post_init__(self) -> None:
         self.pids = itertools.count(1000)
-        self.head = Head()
+        # It is never accepted from: the kernel completes the connections that the driver makes
+        self.head = socket.create_server(("127.0.0.1", 0), backlog=4096)
         address = f"127.0.0.1:{self.head.getsockname()[1]}"
         self.members: list[Actor] = []  # of the newest group that has formed
         self.forming: dict[int, Actor] = {}
@@ -272,7 +245,7 @@ class ScriptedRay:
         self.util = SimpleNamespace(
             placement_group_table=lambda group: {
                 "bundles_to_node_id": {i: node_id(i) for i in range(self.workers)},
-                "state": self.reserved,
+                "state": "CREATED",
             }
         )
         record = lambda name: {"State": "PENDING_CREATION" if name in self.pending else "ALIVE"}  # noqa: E731
@@ -290,7 +263,7 @@ class ScriptedRay:
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the head's node, one of each rank, and one whose room is `room`."""
-        resources: dict[str, dict[str, float]] = {HEAD_NODE: {HEAD_RESOURCE: 1.0, "CPU": 8.0}}
+        resources: dict[str, dict[str, float]] = {HEAD_NODE: {"CPU": 8.0}}
         resources |= {node_id(slot): {"CPU": 1.0} for slot in range(self.workers)}
         resources["free"] = {}
         return [
@@ -298,7 +271,7 @@ class ScriptedRay:
                 "NodeID": node,
                 "NodeManagerAddress": "",
                 "Resources": amounts,
-                "Alive": node not in self.lost_nodes,
+                "Alive": True,
             }
             for node, amounts in resources.items()
         ]
@@ -320,8 +293,7 @@ class ScriptedRay:
         for label in getattr(where, "hard", []):
             actor.avoids += label.operator.values
         if slot is None:
-            # Ray places what asks for nothing on any node, unless its affinity is hard.
-            actor.home = HEAD_NODE if where.soft else where.node_id
+            actor.home = where.node_id
         self.created.append(actor)
         if self.head.fileno() < 0:
             self.without_head.append(actor.name)  # Ray would wait for ever
@@ -385,17 +357,11 @@ class ScriptedRay:
 
     def _note(self, order: str) -> None:
         self.orders.append(order)
-        if event := self.reactions.pop(order, None):
-            self.time.after(0.0, event)
-        for first_word, event in [armed for armed in self.armed if order.startswith(armed[0])]:
-            self.armed.remove((first_word, event))
+        for beginning, event in [armed for armed in self.armed if order.startswith(armed[0])]:
+            self.armed.remove((beginning, event))
             self.time.after(0.0, event)
 
     # What actors do when they are called
-
-    def on_describe(self, actor: Actor, ref: Ref) -> None:
-        if not self._loses_request(actor):
-            self._once_placed(actor, lambda: ref.set(actor.facts))
 
     def _loses_request(self, actor: Actor) -> bool:
         slot = -1 if actor.slot is None else actor.slot
@@ -420,8 +386,12 @@ class ScriptedRay:
             self._once_placed(actor, lambda: self._start(actor, ref))
 
     def _start(self, actor: Actor, ref: Ref) -> None:
+        """Let an actor be ready: at once where all ranks start, and later in place of a lost one."""
         slot = -1 if actor.slot is None else actor.slot
-        if self.failing_starts.get(slot, 0):
+        is_first = not any(other.alive and other.runs for other in self.created)
+        if is_first and actor.slot is not None:
+            ref.set(actor.facts)
+        elif self.failing_starts.get(slot, 0):
             self.failing_starts[slot] -= 1
             self.time.after(self.start_s / 2, lambda: actor.fail_pending(ActorDiedError()))
         else:
@@ -430,7 +400,7 @@ class ScriptedRay:
                 lambda: ref.set(actor.facts if actor.slot is not None else {"node": actor.home}),
             )
 
-    def on_take_slot(self, actor: Actor, ref: Ref, slot: int, devices: list[str]) -> None:
+    def on_take_slot(self, actor: Actor, ref: Ref, slot: int, *_: Any) -> None:
         actor.slot = slot
         self.actors[slot] = actor
         self._note(f"spare takes {slot}")

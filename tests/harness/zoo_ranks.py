@@ -1,21 +1,22 @@
-"""Ranks that live on over many runs of the zoo's modules: a process starts once, not once a run."""
+"""Runs of the zoo's modules, all of them on ranks that stay."""
 
 from __future__ import annotations
 
-import gc
-import json
-import secrets
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from nanoray.parallel.rendezvous import Rendezvous, open_store
-from tests.harness.commands import forkserver
+from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.cli.open_folder import open_run
+from nanoray.config import make_config
+from nanoray.data.dataset import script_data
+from nanoray.script.program import Program
+from nanoray.script.settings import DEFAULTS
+from tests.harness.lasting_ranks import LastingRanks
 
 SETTINGS: dict[str, Any] = {
     "global_batch_size": 12,
@@ -54,141 +55,39 @@ class Case:
 
 @dataclass
 class Found:
-    """What became of a case: the weights in its last checkpoint, or what each rank raised."""
+    """What became of a case: its last checkpoint's tensors by name, or what the ranks raised."""
 
-    weights: dict[str, Any] = field(default_factory=dict)  # by name, numpy
+    weights: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
-    log: str = ""  # of rank 0
 
 
-def run_cases(
-    cases: Sequence[Case], world: int, folder: Path, timeout_s: float = 170
-) -> list[Found]:
+def run_cases(cases: Sequence[Case], world: int, folder: Path) -> list[Found]:
     """Train all cases, one after the other, in one group of `world` processes."""
-    store = open_store("127.0.0.1", world, 30)
-    secret = secrets.token_hex(8)
-    pipes = []
-    processes = []
-    for rank in range(world):
-        here, there = forkserver.Pipe(duplex=False)
-        order = rank, world, store.port, [*cases], str(folder), secret, there
-        process = forkserver.Process(target=_rank_main, args=order, daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-
-    found = [Found() for _ in cases]
-    open_pipes = dict(zip(pipes, range(world), strict=True))
-    deadline = time.monotonic() + timeout_s
-    try:
-        while open_pipes:
-            ready = wait([*open_pipes], max(0.1, deadline - time.monotonic()))
-            assert ready, f"ranks {[*open_pipes.values()]} were too slow"
-            for pipe in ready:
-                _receive(pipe, open_pipes, found)
-    finally:
-        for process in processes:
-            process.join(5)
-            process.kill()
-            process.join()
-    return found
+    with LastingRanks(world) as ranks:
+        return [_run(case, ranks, folder / str(number)) for number, case in enumerate(cases)]
 
 
-def _receive(pipe: Any, open_pipes: dict[Any, int], found: list[Found]) -> None:
-    try:
-        number, result = pipe.recv()
-    except EOFError:
-        open_pipes.pop(pipe)
-        return
-    of_case = found[number]
-    of_case.errors += result.errors
-    of_case.weights = of_case.weights or result.weights
-    of_case.optimizer = of_case.optimizer or result.optimizer
-    of_case.log = of_case.log or result.log
-
-
-def _rank_main(
-    rank: int, world: int, port: int, cases: list[Case], folder: str, secret: str, pipe: Any
-) -> None:
-    import os
-
-    import torch
-    from torch.distributed import TCPStore
-
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    for number, case in enumerate(cases):
-        pipe.send((number, _run(case, rank, world, store, port, Path(folder), secret, number)))
-    pipe.close()
-    os._exit(0)
-
-
-def _run(
-    case: Case, rank: int, world: int, store: Any, port: int, folder: Path, secret: str, number: int
-) -> Found:
-    """Train a case in parts, each of which resumes the one before. (all ranks)"""
-    from nanoray.checkpoint.resume import newest_valid
-    from nanoray.checkpoint.run_folder import RunSpec
-    from nanoray.parallel.mesh import abandon_groups
-    from nanoray.script.program import Program
-
-    found = Found()
-    stops = (*case.stops, 0)
-    for part, stop in enumerate(stops):
+def _run(case: Case, ranks: LastingRanks, folder: Path) -> Found:
+    """Train a case in parts, each of which resumes the one before."""
+    for part, stop in enumerate((*case.stops, 0)):
         settings = case.settings | {"dp_mode": case.mode, "stop_at": stop}
-        name = f"{number}-{part}"
-        # Rank 0 opens the run; the others read in the store what it has opened.
-        if rank == 0:
-            opened = _open(folder / str(number), settings, part > 0)
-            store.set(f"spec/{name}", json.dumps(opened.to_dict()))
-        spec = RunSpec.from_dict(json.loads(store.get(f"spec/{name}")))
-        rendezvous = Rendezvous(
-            rank=rank,
-            world_size=world,
-            local_rank=rank,
-            local_world_size=world,
-            master_addr="127.0.0.1",
-            master_port=port,
-            backend_reason="test",
-            secret=f"{secret}/{name}",
-            agent_store=True,
-        )
-        try:
-            Program(partial(train_case, case=case), frozenset(settings))(
-                spec, rendezvous, store=store if world > 1 else None
-            )
-        except Exception as error:
-            found.errors.append(f"{type(error).__name__}: {error}")
-            found.log += traceback.format_exc()
-            break
-        finally:
-            abandon_groups()
-            gc.collect()
-
-    if rank == 0 and not found.errors:
-        newest, _ = newest_valid(spec.checkpoints)
-        assert newest is not None
-        for name, tensor in newest.state.model.items():
-            found.weights[name] = tensor.numpy()
-        for name, tensor in newest.state.optimizer.items():
-            found.optimizer[name] = tensor.numpy()
-        found.log = spec.log(0).read_text(encoding="utf-8")
-    return found
+        spec = _open(folder, settings, resume=part > 0)
+        program = Program(partial(train_case, case=case), frozenset(settings))
+        failed = [outcome for outcome in ranks.train(spec, program) if "error" in outcome]
+        if failed:
+            return Found(errors=[f"{each['error']}: {each['message']}" for each in failed])
+    newest, _ = newest_valid(spec.checkpoints)
+    assert newest is not None
+    return Found(newest.state.model, newest.state.optimizer)
 
 
-def open_case(folder: Path, case: Case) -> Any:
+def open_case(folder: Path, case: Case) -> RunSpec:
     """Open a new run of a case."""
     return _open(folder, case.settings | {"dp_mode": case.mode}, False)
 
 
-def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
-    from nanoray.cli.open_folder import open_run
-    from nanoray.config import make_config
-    from nanoray.data.dataset import script_data
-    from nanoray.script.settings import DEFAULTS
-
+def _open(folder: Path, settings: dict[str, Any], resume: bool) -> RunSpec:
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}
     spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), script_data(), time.time())
     return replace(spec, lock=None)  # the next part opens the run again

@@ -14,13 +14,13 @@ import pytest
 
 from nanoray.cli.sample import main as sample
 from tests.harness.axes import Runs, final, require_one_process, run
-from tests.harness.context import BUGS, WRONG_ATTENTION
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools
+from tests.ranks.context import BUGS, WRONG_ATTENTION
 from tests.stress.equivalence import ADAMW, MODES, SGD, WEIGHT_LIMIT
 
-MEASURE = "tests.harness.context:measure_rank"
-ATTENTION = "tests.harness.context:attention"
+MEASURE = "tests.ranks.context:measure_rank"
+ATTENTION = "tests.ranks.context:attention"
 # Of results and gradients up to 100, by how exact the numbers are
 CLOSE = {"float64": 1e-11, "float32": 2e-3}
 

@@ -15,10 +15,10 @@ from nanoray.train import engine
 from nanoray.train.guard import replicas
 from tests.harness.axes import equal, final, require_one_process, run
 from tests.harness.elastic import run_elastic
-from tests.harness.planted_hybrid import BUGS
 from tests.harness.ranks import make_spec, records, run_ranks, series
 from tests.ranks import test_own_models
 from tests.ranks.conftest import Pools
+from tests.ranks.planted_hybrid import BUGS
 from tests.ranks.test_mirror import (
     NORM,
     OVERFLOW,
@@ -36,7 +36,7 @@ from tests.stress.equivalence import ADAMW, LIMITS, LOSS, SGD, WEIGHT_LIMIT
 __all__ = ["clean"]  # the fixture
 
 MODES = ("zero1", "zero2", "fsdp")
-BUGGY = "tests.harness.planted_hybrid:measure_with_bugs"
+BUGGY = "tests.ranks.planted_hybrid:measure_with_bugs"
 
 
 def arms_of(groups: int, *modes: str, **more: Any) -> dict[str, dict[str, Any]]:

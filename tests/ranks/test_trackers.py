@@ -34,7 +34,7 @@ from nanoray.script.settings import DEFAULTS
 from tests.harness import script_runs
 from tests.harness.packages import needs
 from tests.harness.ranks import make_spec, records, run_ranks
-from tests.harness.wandb_file import read_offline
+from tests.ranks.wandb_file import read_offline
 
 pytestmark = needs("mlflow", "wandb")
 

@@ -19,7 +19,7 @@ from nanoray.errors import ConfigError
 from nanoray.machine.storage.store import Store
 from tests.harness.commands import Command, run
 from tests.harness.packages import needs
-from tests.harness.s3 import (
+from tests.ranks.s3 import (
     BUCKET,
     S3Server,
     proxy_before,

@@ -54,7 +54,7 @@ class Ranks:
         if record:
             exit_record.watch(Path(record))
 
-    async def describe(self) -> dict[str, Any]:
+    async def ready(self) -> dict[str, Any]:
         """Return where this actor is."""
         node = ray.get_runtime_context().get_node_id()
         where = {"node": node, "ip": ray.util.get_node_ip_address(), "devices": []}
@@ -115,10 +115,6 @@ class Ranks:
         _end_all(self._asleep, None)
         _end_all(self._runs, {"ok": True})
 
-    async def ready(self) -> dict[str, Any]:
-        """Do as `describe` does."""
-        return await self.describe()
-
     async def poll(self) -> list[tuple[str, Any]]:
         """Return no messages."""
         return []
@@ -161,7 +157,7 @@ class Crowd(WorkerGroup):
             pool.actors[slot] = actors[slot % len(actors)]
             pool.facts[slot] = fact
         pool.actors[victim] = pool.new_actor(victim, rehearse=False)
-        pool.facts[victim] = ray.get(pool.actors[victim].describe.remote())
+        pool.facts[victim] = ray.get(pool.actors[victim].ready.remote())
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:
         """Count the requests."""
@@ -187,7 +183,7 @@ class Stage:
         self.actors = [
             remote.options(num_cpus=0, max_concurrency=many).remote() for _ in range(count)
         ]
-        self.fact = ray.get([actor.describe.remote() for actor in self.actors])[0]
+        self.fact = ray.get([actor.ready.remote() for actor in self.actors])[0]
 
     def crowd(self, recovery: str) -> Crowd:
         """Return a group with a new victim, which is a phase behind according to the progress

@@ -11,7 +11,7 @@ import ray
 
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
-from nanoray.launch.caller import caller_address
+from nanoray.launch.caller import ray_address
 from nanoray.launch.recovery.pickled_script import PickledScript, ScriptFile
 
 
@@ -23,9 +23,14 @@ def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 
 def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(preset="tiny")
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "ray://192.0.2.1:10001")
+        with pytest.raises(ConfigError, match=r"Ray Client .*ray job submit"):
+            ray_address(config)
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(ConfigError, match=r"Ray Client .*ray job submit"):
-        caller_address(load_config(preset="tiny"))
+        ray_address(config)
 
 
 @pytest.mark.parametrize("asked", ["auto", "127.0.0.1:6379", "localhost:6379"])
@@ -34,7 +39,7 @@ def test_an_address_that_names_the_same_ray_is_no_contradiction(
 ) -> None:
     connect(monkeypatch, "127.0.0.1:6379")
     config = load_config(preset="tiny", overrides={"ray_address": asked})
-    assert caller_address(config) == "127.0.0.1:6379"
+    assert ray_address(config) == "127.0.0.1:6379"
 
 
 @pytest.mark.parametrize("asked", ["local", "192.0.2.1:6379", "127.0.0.1:6380"])
@@ -44,7 +49,7 @@ def test_an_address_that_names_another_ray_is_one(
     connect(monkeypatch, "127.0.0.1:6379")
     config = load_config(preset="tiny", overrides={"ray_address": asked})
     with pytest.raises(ConfigError, match=f"ray_address = {asked}, but this process is connected"):
-        caller_address(config)
+        ray_address(config)
 
 
 def test_a_function_that_a_rank_cannot_import_is_refused_there() -> None:

@@ -48,6 +48,17 @@ def test_a_local_ray_that_does_not_start_is_an_error_of_one_line(
     assert (ends, list(tmp_path.iterdir())) == (["shutdown"], []), "nothing is left"
 
 
+def test_the_ray_of_the_calling_program_is_used_and_stays_connected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: True)
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(connection.ray, name, lambda **_: pytest.fail("it has a Ray"))
+    with connected("127.0.0.1:6379", None):
+        pass
+    assert "the one that this program is connected to, at 127.0.0.1:6379" in capsys.readouterr().out
+
+
 # The watch over the head.
 
 

@@ -12,7 +12,7 @@ import pytest
 from nanoray.observe.watch.console import QuietConsole, choose_console
 from tests.harness.commands import run
 from tests.harness.ranks import TINY
-from tests.harness.terminal import Terminal
+from tests.unit.terminal import Terminal
 
 STEP = re.compile(r"^step +\d+/24 \| loss ", re.M)
 

@@ -149,5 +149,5 @@ def test_position_and_end_stand_in_one_file(tmp_path: Path) -> None:
 
 def test_a_missing_or_torn_record_is_empty(tmp_path: Path) -> None:
     assert exit_record.read(tmp_path / "none") == {}
-    (tmp_path / "torn").write_text(" " * exit_record.POSITION_BYTES + '{"pid": 1')
+    (tmp_path / "torn").write_text(" " * exit_record.POSITION.size + '{"pid": 1')
     assert exit_record.read(tmp_path / "torn") == {}

@@ -15,13 +15,8 @@ from nanoray.checkpoint.run_folder import new_folder
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.config.variables import values_of
-from nanoray.launch.caller import (
-    caller_address,
-    in_copy_of_job,
-    lasting_out_dir,
-    ray_address,
-)
-from nanoray.launch.connection import bounded, connected, using
+from nanoray.launch.caller import in_copy_of_job, lasting_out_dir, ray_address
+from nanoray.launch.connection import bounded, connected
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, slots_here
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.files import write_outcome, write_program
@@ -72,8 +67,7 @@ def run(argv: list[str]) -> int:
 def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
     """Take devices, run a program on them, and give everything back; return its exit code."""
     refuse_many_starts(os.environ, "`nanoray run`")
-    attached = caller_address(config)
-    address = attached or ray_address(config)
+    address = ray_address(config)
     slots = None
     if address == "local":
         slots = slots_here(config)
@@ -87,8 +81,7 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
         variables = {"TMPDIR": tempfile.gettempdir()} | program.variables
         program = replace(program, variables=variables)
     begun = time.monotonic()
-    session = using(attached) if attached else connected(address, slots, dashboard=False)
-    with session, catch_signals(STOPPING) as stop:
+    with connected(address, slots, dashboard=False), catch_signals(STOPPING) as stop:
         place = Placement.make(config, stop.check)
         try:
             folder = new_folder(Path(lasting_out_dir(config)).absolute(), config.name)

@@ -28,13 +28,7 @@ from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.connection import bounded
-from nanoray.launch.placement import (
-    START_TIMEOUT_S,
-    Placement,
-    nodes_of,
-    room_on,
-    strategy,
-)
+from nanoray.launch.placement import START_TIMEOUT_S, Placement, nodes_of, strategy
 from nanoray.launch.ray_compat import is_pending
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
 from nanoray.launch.recovery.pickled_script import PickledScript
@@ -91,7 +85,7 @@ class ActorPool:
         self._script = script
         self.variables = dict(variables or {})
 
-        # All by slot. facts: rank, pid, start, node, ip, actor, devices.
+        # All by slot. facts: pid, start, node, ip, actor, devices.
         self.actors: dict[int, Any] = {}
         self.facts: dict[int, dict[str, Any]] = {}
         self.starting: dict[int, Any] = {}  # the pending `ready` of new actors
@@ -187,8 +181,8 @@ class ActorPool:
             )
         self.actors[slot] = actor
         # `ready` returns after the imports: an actor that dies in them costs another try, but no
-        # rendezvous. At the start of a run all ranks import at once, and `describe` is enough.
-        self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
+        # rendezvous.
+        self.starting[slot] = actor.ready.remote()
         self._requested[slot] = (self.clock.monotonic(), PENDING_S)
 
     def request_again(self) -> None:
@@ -380,23 +374,14 @@ class ActorPool:
         return bool(taken <= free)
 
     def _node_for_spare(self, nodes: list[dict[str, Any]]) -> str:
-        """Return which of these nodes has the fewest ranks and spares for its size; "" if none may.
+        """Return which of these nodes with ranks has the fewest spares; "" if none has ranks.
 
-        Those where a spare could not start come last. On CPUs a node without ranks may, because a
-        spare holds nothing of it, but not the head, which may have no memory for one. A device is on
-        its rank's node.
+        Those where a spare could not start come last.
         """
-        ranks = Counter(fact["node"] for fact in self.facts.values())
+        with_ranks = {facts["node"] for facts in self.facts.values()}
+        names = [node["id"] for node in nodes if node["id"] in with_ranks]
         spares = Counter(spare.node for spare in self.spares)
-        load = {}
-        for node in nodes:
-            name = node["id"]
-            room = room_on([node], self.place.bundle, "total")
-            may_move_there = self.place.kind == "cpu" and room and not node["is_head"]
-            if ranks[name] or may_move_there:
-                share = (ranks[name] + spares[name]) / max(1, room)
-                load[name] = (self._failed_spares[name], share)
-        return min(load, key=lambda name: load[name], default="")
+        return min(names, key=lambda name: (self._failed_spares[name], spares[name]), default="")
 
     def _take_spare(self, slot: int) -> Any:
         """Assign a ready spare to a slot and return it; None if there is none that fits."""
@@ -413,7 +398,7 @@ class ActorPool:
                 if self.place.kind != "cpu" and node != lost["node"]:
                     continue
                 self._remove_spare(spare)
-                spare.actor.take_slot.remote(slot, lost["devices"])
+                spare.actor.take_slot.remote(slot, lost["devices"], self.spec.progress(slot))
                 self.promoted.add(slot)
                 return spare.actor
             except RayError:  # it died in its imports; the next look forgets it

@@ -1,6 +1,4 @@
-"""Orders to ranks to leave their group: a node will be taken away, or a peer is lost.
-
-A node that is drained:
+"""Ranks leave a node that will be taken away.
 
     notice ─► room elsewhere, or little time left ─► all finish the step
                  ├─► its ranks end, and new ones take their slots
@@ -9,27 +7,17 @@ A node that is drained:
 The ranks on it train on as long as they can. Where a new node comes only when the old one is gone,
 as on Kubernetes, the others would only wait. A node that is gone before its ranks have left is a
 lost node, which costs the step in progress.
-
-A peer that is lost:
-
-    most ranks see a closed connection ─► the others are ordered to abort, until all wait
-
-A frozen process, a node that is cut off, and NCCL close no connection. Without an order the ranks
-that wait for such a peer would find out when the timeout of their collective is over.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 from nanoray.faults.cause import FailureCollector
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
 from nanoray.launch.recovery.rank_end import drain_of, end_drained
 from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.machine.output import say
-
-NOTICE_S = 0.1  # a closed connection is noticed within a few hundredths of a second
 
 
 class Leave(Enum):
@@ -97,29 +85,3 @@ class Drains:
         for slot in group.drained:
             collector.ended(slot, drain_of(group, slot), group.pool.clock.monotonic())
         return collector
-
-
-class AbortOrders:
-    """Decides when members are ordered to abort their process groups."""
-
-    def __init__(self, clock: Any) -> None:
-        self._clock = clock
-        self._due_at = 0.0  # monotonic seconds: not before then
-
-    def send_due(self, group: WorkerGroup, collector: FailureCollector) -> None:
-        """Order members to abort that have neither failed nor left the group, once one is lost, or
-        has run out of memory.
-        """
-        broke_at = 0.0
-        if collector.failures and collector.in_place:
-            broke_at = collector.first_failure_at
-        elif not collector.failures and collector.first_left_at and group.is_short_of_memory:
-            broke_at = collector.first_left_at
-        if not broke_at:
-            self._due_at = 0.0
-            return
-        now = self._clock.monotonic()
-        if now >= max(self._due_at, broke_at + NOTICE_S):
-            self._due_at = now + group.heartbeat_s
-            for slot in collector.silent:
-                group.pool.actors[slot].abort.remote(group.spec.attempt)

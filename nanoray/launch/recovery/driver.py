@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from nanoray.checkpoint.run_folder import RunSpec
-from nanoray.config.mesh import AXES
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.launch.placement import Placement
@@ -247,12 +247,10 @@ class Driver:
     def _refuse_useless_spares(self, group: WorkerGroup) -> None:
         config = self.at.spec.config
         if config.spares not in ("auto", 0) and not group.in_place:
-            *axes, last = [f"{axis.key} {getattr(config, axis.key)}" for axis in AXES]
             raise ConfigError(
                 f"spares = {config.spares} would be ignored: with backend {group.meeting.backend}, "
-                f"{self.place.workers} rank(s), allreduce {config.allreduce}, "
-                f"dp_mode {config.dp_mode}, {', '.join(axes)} and {last} a fault restarts all "
-                "ranks; drop spares"
+                f"allreduce {config.allreduce}, dp_mode {config.dp_mode} and "
+                f"{Layout.of(config, self.place.workers)} a fault restarts all ranks; drop spares"
             )
 
     # Watch.

@@ -17,7 +17,7 @@ from nanoray.faults.cause import (
     outcome_of,
     without_progress,
 )
-from nanoray.faults.hang import Position
+from nanoray.launch.recovery.worker_group import WorkerGroup
 from nanoray.machine.environment import from_here
 from nanoray.machine.output import say
 
@@ -36,13 +36,8 @@ class FaultLog:
         self._folder = folder
         self._clock = clock
 
-    def add(
-        self, collector: FailureCollector, positions: list[Position], attempt: int, world_size: int
-    ) -> Failure:
-        """Print a fault and return its cause.
-
-        positions: of the ranks that were training.
-        """
+    def add(self, collector: FailureCollector, group: WorkerGroup) -> Failure:
+        """Print a fault of a group of ranks, and return its cause."""
         cause = collector.cause
         detail = cause.detail
         # The end of a dead process's log is in the report, and all of it in its file
@@ -57,11 +52,16 @@ class FaultLog:
 
         # The fault is overcome when a step is completed that no rank had completed before.
         completed = [failure.completed for failure in collector.failures]
-        for position in positions:
+        for position, _ in group.positions().values():
             completed.append(Failure(0, "killed", "", *position).completed)
         known_at = collector.first_failure_at
         self.present = FaultReport(
-            cause, consequences, attempt, world_size, known_at, max(completed)
+            cause,
+            consequences,
+            group.spec.attempt,
+            len(group.members),
+            known_at,
+            max(completed),
         )
 
         boot = cause.exit_record.get("boot")
@@ -71,9 +71,6 @@ class FaultLog:
             # Monotonic clocks of two processes are comparable on one host since one boot only.
             detect_s = known_at - cause.exit_record["monotonic"]
             self.present.detect_s = round(max(0.0, detect_s), 4)
-        elif cause.heard_at is not None:
-            # No record of this host has the time of its death.
-            self.present.detect_s = round(max(0.0, known_at - cause.heard_at), 3)
         return cause
 
     @property

@@ -55,9 +55,7 @@ def read_result(
     except RayError as error:
         # One deadline for all ranks that died together: thousands may, and where nodes share no
         # folder none of them leaves a record here.
-        failure = _death(group, slot, error, record_by=group.event_at + EXIT_RECORD_S)
-        failure.heard_at = group.heard_at.get(slot)
-        return None, failure
+        return None, _death(group, slot, error, record_by=group.event_at + EXIT_RECORD_S)
     if result["ok"]:
         return result, None
     return None, _error(group, slot, result)

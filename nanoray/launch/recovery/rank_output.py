@@ -20,8 +20,6 @@ from pathlib import Path
 
 Send = Callable[[str, str], None]  # takes stdout or stderr, and a line
 
-# Bytes that wait for the driver, which polls several times a second. More are in the log alone.
-MOST_WAITING = 1 << 20
 LONGEST_LINE = 1 << 13  # bytes; a longer one is sent in parts
 STREAMS = {"stdout": 1, "stderr": 2}
 
@@ -29,17 +27,17 @@ STREAMS = {"stdout": 1, "stderr": 2}
 class RankOutput:
     """Sends this process's output to a rank's log. It lasts as long as the process."""
 
-    def __init__(self, path: Path, send: Send, sends: Callable[[], bool]) -> None:
-        """Take over stdout and stderr. Raises OSError if the log cannot be opened.
+    def __init__(self, path: Path, send: Send) -> None:
+        """Take over stdout and stderr; `send` receives each line.
 
-        `send` receives each line while `sends` is true.
+        Raises OSError if the log cannot be opened.
         """
-        self._path = path
-        self._send = send
-        self._sends = sends
-        self._waiting = 0  # bytes since the driver's last poll
-        self._open()
-        self._tees = [_Tee(name, self._on_line) for name in STREAMS]
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for descriptor in STREAMS.values():
+            os.dup2(log, descriptor)
+        os.close(log)
+
+        self._tees = [_Tee(name, send) for name in STREAMS]
         for tee in self._tees:
             stream = io.TextIOWrapper(
                 tee,
@@ -50,42 +48,18 @@ class RankOutput:
             )
             setattr(sys, tee.name, stream)
 
-    def _open(self) -> None:
-        log = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for descriptor in STREAMS.values():
-            os.dup2(log, descriptor)
-        os.close(log)
-
-    def polled(self) -> None:
-        """Note that the driver has taken all lines."""
-        self._waiting = 0
-
     def finish(self) -> None:
         """Send what is printed so far: the script has ended."""
         for tee in self._tees:
             tee.finish()
 
-    def _on_line(self, name: str, line: str) -> None:
-        if not self._sends():
-            return
-        before = self._waiting
-        self._waiting += len(line) + 1
-        if self._waiting <= MOST_WAITING:
-            self._send(name, line)
-        elif before <= MOST_WAITING:
-            self._send(
-                "stderr",
-                f"warning  the script prints faster than this console reads: lines are left out "
-                f"here, and {self._path} has all of them",
-            )
-
 
 class _Tee(io.BufferedIOBase):
     """Writes bytes to a descriptor, and passes complete lines on."""
 
-    def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
+    def __init__(self, name: str, send: Send) -> None:
         self.name = name
-        self._on_line = on_line
+        self._send = send
         self._line = b""  # the incomplete last one
         self._lock = threading.Lock()
 
@@ -105,7 +79,7 @@ class _Tee(io.BufferedIOBase):
         for line in lines:
             # A bar of progress draws its line again after each carriage return: show the last one.
             shown = line.rstrip(b"\r").rpartition(b"\r")[2]
-            self._on_line(self.name, shown.decode("utf-8", "replace"))
+            self._send(self.name, shown.decode("utf-8", "replace"))
         return len(content)
 
     def fileno(self) -> int:
@@ -123,4 +97,4 @@ class _Tee(io.BufferedIOBase):
             line = self._line
             self._line = b""
         if line:
-            self._on_line(self.name, line.decode("utf-8", "replace"))
+            self._send(self.name, line.decode("utf-8", "replace"))

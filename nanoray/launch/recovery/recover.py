@@ -212,8 +212,7 @@ class Recoverer:
         Returns why the run must not continue; None if it may.
         """
         group = at.ranks
-        positions = [position for position, _ in group.positions().values()]
-        cause = self.faults.add(collector, positions, at.spec.attempt, len(group.members))
+        cause = self.faults.add(collector, group)
         if not self.cluster.head_answers(self.cluster.head_timeout_s):
             if self.cluster.replaced:
                 return f"{ANOTHER_HEAD}; start the run again with --resume auto"

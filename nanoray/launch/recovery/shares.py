@@ -129,8 +129,6 @@ def smaller(
     message = f"{size} with the same global batch, until rank {_listed(missing)} is back"
     if left_out:
         message += f"; rank {_listed(left_out)} has no part in that and ends"
-    if layout.replicas == 1 < config.replicas:
-        message += "; no other group has its shares now, so a further loss restarts the run"
     return message
 
 

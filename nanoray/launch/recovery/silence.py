@@ -72,11 +72,6 @@ class DriverSilence:
         """Return this process's own time in seconds, without the time in which it was frozen."""
         return self._own_time.monotonic()
 
-    @property
-    def seconds(self) -> float:
-        """Return for how many seconds a call of the driver has been overdue."""
-        return self.now() - self._called_at
-
     def exceeds(self, patience_s: float) -> bool:
         """Return whether the driver has been silent for longer than this rank waits."""
-        return self.seconds > patience_s
+        return self.now() - self._called_at > patience_s

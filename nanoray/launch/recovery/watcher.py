@@ -6,6 +6,10 @@
     orders to the group ◄─ stop, leave a drained node, abort
 
 It is over when all ranks have finished, have failed, or wait. What follows is the driver's decision.
+
+Most ranks notice a lost peer by a closed connection. A frozen process, a node that is cut off, and
+NCCL close none: the others are ordered to abort, until all wait. Without that order they would find
+out when the timeout of their collective is over.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import SCRIPT
 from nanoray.launch.recovery.actors import POLL_S
 from nanoray.launch.recovery.cluster_watch import ClusterWatch
-from nanoray.launch.recovery.drain import AbortOrders, Drains, Leave
+from nanoray.launch.recovery.drain import Drains, Leave
 from nanoray.launch.recovery.fault_log import FaultLog
 from nanoray.launch.recovery.rank_end import end_hung, end_silent
 from nanoray.launch.recovery.recover import Recoverer
@@ -37,6 +41,7 @@ STOP_PATIENCE_S = 30.0
 MUTE_S = 5.0  # a living rank answers a heartbeat within a second or two
 # While ranks save, one that does not answer for this long is ended: the others wait for it.
 FROZEN_S = 10.0
+NOTICE_S = 0.1  # a closed connection is noticed within a few hundredths of a second
 
 
 class Watcher:
@@ -55,12 +60,12 @@ class Watcher:
         self._faults = faults
         self._recoverer = recoverer
         self._drains = Drains(cluster)
-        self._aborts = AbortOrders(clock)
         self._clock = clock
 
         # Of the present watch, by member: for how many of the seconds in which this driver ran it
         # has not answered since its last heartbeat.
         self._mute_s: dict[int, float] = {}
+        self._abort_at = 0.0  # monotonic seconds: no order to abort before then
 
     def watch(self, at: RunState, console: Console) -> FailureCollector:
         """Print what the ranks report until they have finished, have failed, or all wait."""
@@ -74,6 +79,7 @@ class Watcher:
         watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
         members = set(group.members)
         self._mute_s = dict.fromkeys(members, 0.0)
+        self._abort_at = 0.0
         # Each rank has one heartbeat pending all the time; its answer requests the next one.
         for slot in group.members:
             group.request_heartbeat(slot, after=self._faults.target)
@@ -153,7 +159,7 @@ class Watcher:
                 collector.hurry(STOP_PATIENCE_S, self._clock.monotonic())
         if at.headless or self._cluster.head_lost:
             self._give_up_mute_ranks(group, collector)
-        self._aborts.send_due(group, collector)
+        self._abort_broken_group(group, collector)
 
     def _leave_drained_nodes(self, at: RunState) -> None:
         """Order all ranks to leave their group, or to save, if ranks should leave drained nodes."""
@@ -163,11 +169,25 @@ class Watcher:
         if leave is Leave.IN_PLACE:
             group.pause()
         elif leave is Leave.SAVE:
-            positions = [position for position, _ in group.positions().values()]
-            failures = self._drains.failures(group)
-            self._faults.add(failures, positions, at.spec.attempt, len(group.members))
+            self._faults.add(self._drains.failures(group), group)
             self._faults.set_recovery("restart")
             self._recoverer.begin_saving(at, None, within_s=math.inf)
+
+    def _abort_broken_group(self, group: WorkerGroup, collector: FailureCollector) -> None:
+        """Order members to abort their process groups, if one is lost or has run out of memory.
+
+        That concerns members that have neither failed nor left the group.
+        """
+        broke_at = 0.0
+        if collector.failures and collector.in_place:
+            broke_at = collector.first_failure_at
+        elif not collector.failures and collector.first_left_at and group.is_short_of_memory:
+            broke_at = collector.first_left_at
+        now = self._clock.monotonic()
+        if broke_at and now >= max(self._abort_at, broke_at + NOTICE_S):
+            self._abort_at = now + group.heartbeat_s
+            for slot in collector.silent:
+                group.pool.actors[slot].abort.remote(group.spec.attempt)
 
     def _give_up_mute_ranks(self, group: WorkerGroup, collector: FailureCollector) -> None:
         """Wait no longer for ranks that do not answer, where Ray reports no death without a head.

@@ -44,8 +44,6 @@ from nanoray.parallel.rendezvous import Order, Rendezvous
 
 log = logging.getLogger("nanoray.rank")
 
-# Imports take seconds, a rehearsal that compiles minutes. An actor that takes longer ends itself.
-START_S = 600.0
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
 
 # The driver calls every second or two. A rank that was not called for this long stops with a
@@ -55,7 +53,6 @@ ORPHAN_S = 60.0
 ORPHAN_CODE = 75  # the exit code of a rank that ends because its driver is silent
 
 CHECK_S = 0.005  # how often `heartbeat` checks whether the step that it waits for has passed
-_STDERR = 2
 
 
 class LostPeer(RuntimeError):
@@ -125,56 +122,48 @@ class Worker:
         self._devices = bound_devices(api)
 
         # Before the imports, in which memory may run out.
-        self._leaves_record = record is not None
         if record:
             exit_record.watch(record)
 
-        # If an import or a device hangs, this prints the stacks and ends the process. The driver
-        # then starts another actor.
-        faulthandler.dump_traceback_later(START_S, exit=True, file=_STDERR)
-
-        # Importing torch takes seconds: start now, while the driver creates the other actors.
-        # Methods that need torch join this thread first, because two threads that import
-        # torch.distributed at once abort the process.
+        # Importing torch takes seconds: start now, while the driver creates the other actors. It
+        # calls `ready` first, which joins this thread: two threads that import torch.distributed at
+        # once abort the process.
         self._importing = threading.Thread(target=self._prepare, daemon=True)
         self._importing.start()
 
     def _prepare(self) -> None:
-        try:
-            # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
-            gc.disable()
-            program = self._script.module if self._script else "nanoray.train.rank"
-            importlib.import_module(program)
-            gc.freeze()
-            gc.enable()
-            if self._rehearsal:
-                from nanoray.train.elastic import rehearse
+        # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
+        gc.disable()
+        program = self._script.module if self._script else "nanoray.train.rank"
+        importlib.import_module(program)
+        gc.freeze()
+        gc.enable()
+        if self._rehearsal:
+            from nanoray.train.elastic import rehearse
 
-                rehearse(RunSpec.from_dict(self._rehearsal))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+            rehearse(RunSpec.from_dict(self._rehearsal))
 
     def __repr__(self) -> str:
         role = "spare" if self._rank is None else f"rank {self._rank}"
         return f"{self._name} {role}"
 
     @ray.method(concurrency_group="control")
-    def take_slot(self, rank: int, devices: list[str]) -> None:
-        """Make this spare a rank, on the devices of the lost one."""
+    def take_slot(self, rank: int, devices: list[str], record: Path) -> None:
+        """Make this spare a rank, on the devices of the lost one; `record`: see __init__."""
         self._rank = rank
+        exit_record.watch(record)
         self._devices = devices
         # CUDA reads this when it is initialized, which comes later: see add_spares.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
 
-    @ray.method(concurrency_group="control")
-    def describe(self) -> dict[str, Any]:
-        """Return this actor's rank, pid, start in ticks, node, IP address, Ray id and devices."""
-        return self._describe()
+    def ready(self) -> dict[str, Any]:
+        """Return what is known of this process, once torch is imported and a step is rehearsed.
 
-    def _describe(self) -> dict[str, Any]:
+        That is its pid, start in ticks, node, IP address, Ray id and devices.
+        """
+        self._importing.join()
         context = self._api.get_runtime_context()
         return {
-            "rank": self._rank,
             "pid": os.getpid(),
             "start": start_time(os.getpid()),
             "node": context.get_node_id(),
@@ -191,15 +180,9 @@ class Worker:
         """
         return resident_bytes("RssAnon"), available_memory_bytes(usable=memory_threshold())
 
-    def ready(self) -> dict[str, Any]:
-        """Do as `describe` does, once torch is imported and the rehearsal, if any, is done."""
-        self._importing.join()
-        return self._describe()
-
     @ray.method(concurrency_group="control")
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Return the version of the NCCL library in force on this node."""
-        self._importing.join()
         from nanoray.parallel.rendezvous import runtime_nccl_version
 
         return runtime_nccl_version()
@@ -210,7 +193,6 @@ class Worker:
 
         One rank is called: rank 0 of a new run, else a rank that holds the run's state.
         """
-        self._importing.join()
         from nanoray.parallel.rendezvous import open_store
 
         host = self._api.util.get_node_ip_address()
@@ -251,8 +233,6 @@ class Worker:
 
         # The file of an earlier process in this slot must not be read as this one's.
         run.progress(self._rank).unlink(missing_ok=True)
-        if not self._leaves_record:
-            exit_record.watch(run.progress(self._rank))
 
         try:
             if self._captures:
@@ -312,7 +292,7 @@ class Worker:
         end a rank.
         """
         try:
-            return RankOutput(path, self._send_line, self._is_first)
+            return RankOutput(path, self._send_line)
         except OSError as error:
             log.warning("what rank %d prints is not kept: %s", self._rank, error)
             return None
@@ -440,17 +420,12 @@ class Worker:
         """Return the notes, records and printed lines since the last call."""
         if self._metrics:
             self._metrics.hold()
-        if self._output:
-            self._output.polled()
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def _send_line(self, stream: str, line: str) -> None:
-        """Let the driver print a line of this rank's script."""
-        self._messages.append((stream, line))
-
-    def _is_first(self) -> bool:
-        """Return whether the driver's console shows what this rank's script prints."""
-        return self._script is not None and self._rendezvous.rank == 0
+        """Let the driver print a line of a script, if this is the first rank."""
+        if self._script and self._rendezvous.rank == 0:
+            self._messages.append((stream, line))
 
     @ray.method(concurrency_group="control")
     def pause(self, attempt: int) -> None:

@@ -49,8 +49,6 @@ class WorkerGroup:
         self.runs: dict[int, Any] = {}
         self.heartbeats: dict[int, Any] = {}
         self._poll: Any = None  # of rank 0
-        # Monotonic seconds of the newest answer of the process that is in a slot now
-        self.heard_at: dict[int, float] = {}
 
         self.meeting = Meeting(pool)
 
@@ -121,18 +119,15 @@ class WorkerGroup:
         self.members = sorted(self.pool.actors)
         self._began_at = self.pool.clock.monotonic()
         ranks = self._rendezvous()
-        address, port = self.meeting.open_first(len(ranks))
+        address, port = self.meeting.open(len(ranks), self.members[:1])
 
-        spec = self.spec.to_dict()
+        spec = self.spec.to_dict()  # once: there may be thousands of ranks
         for rank in ranks:
-            meeting = replace(rank, master_addr=address, master_port=port)
-            self._run(rank.slot, spec, meeting)
+            self._run(spec, replace(rank, master_addr=address, master_port=port))
 
-    def _run(self, slot: int, spec: dict[str, Any], meeting: Rendezvous) -> None:
+    def _run(self, spec: dict[str, Any], meeting: Rendezvous) -> None:
         """Start a rank in the new process of a slot."""
-        # What the slot's former process answered says nothing about this one.
-        self.heard_at.pop(slot, None)
-        self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
+        self.runs[meeting.slot] = self.pool.actors[meeting.slot].run.remote(spec, meeting)
 
     def open_store(self, slots: Sequence[int]) -> tuple[str, int]:
         """Open a store for a group of these slots in a process that has the run's state.
@@ -189,6 +184,7 @@ class WorkerGroup:
             self.stop()  # before they meet, so that they do not begin a step
 
         address, port = store
+        given = spec.to_dict()
         ranks = self._rendezvous()
         reference = next(rank.rank for rank in ranks if rank.slot in self.runs)
         for rank in ranks:
@@ -201,9 +197,9 @@ class WorkerGroup:
                 reference=reference,
             )
             if rank.slot in self.runs:
-                self.pool.actors[rank.slot].go_on.remote(spec.to_dict(), meeting)
+                self.pool.actors[rank.slot].go_on.remote(given, meeting)
             else:
-                self._run(rank.slot, spec.to_dict(), meeting)
+                self._run(given, meeting)
 
         if not saves:
             for slot in planned.leaves:
@@ -329,7 +325,6 @@ class WorkerGroup:
                 del self.heartbeats[slot]
                 with suppress(RayError):  # the end of its `run` gives the reason
                     heartbeat: Heartbeat = api.get(ref)
-                    self.heard_at[slot] = self.event_at
                     yield kind, slot, heartbeat
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:
