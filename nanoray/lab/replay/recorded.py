@@ -24,7 +24,6 @@ GIVEN = {
     "train/lr": "learning rate",
 }
 COMPUTED = {"train/loss": "loss", "train/grad_norm": "gradient norm"}
-LAST_BITS = 1e-6  # relative
 # Relative, where equal bits are not promised
 LIMITS = {"loss": 1e-4, "own loss": 1e-4, "gradient norm": 1e-2}
 
@@ -153,20 +152,13 @@ def format_difference(d: Difference) -> str:
     return f"{d.what}: {d.ours!r} and {d.theirs!r}"
 
 
-def matters(d: Difference, unsure: bool, exact_loss: bool) -> bool:
-    """Return whether a difference is larger than it may be.
-
-    `exact_loss`: False for three ranks and more, whose mean loss depends on the backend's order.
-    """
+def matters(d: Difference, unsure: bool) -> bool:
+    """Return whether a difference is larger than it may be; `unsure`: equal bits are not promised."""
     kind = "own loss" if d.what.startswith("own loss") else d.what
     # Hashes and counts have no distance: they are equal, or they are not.
     if not isinstance(d.ours, float) or not isinstance(d.theirs, float):
         return not (unsure and d.what.startswith("hash"))
-    limit = 0.0
-    if unsure:
-        limit = LIMITS.get(kind, 0.0)
-    elif kind == "loss" and not exact_loss:
-        limit = LAST_BITS
+    limit = LIMITS.get(kind, 0.0) if unsure else 0.0
     return abs(d.ours - d.theirs) > limit * abs(d.theirs)
 
 
