@@ -35,7 +35,7 @@ def to_markdown() -> str:
         "its environment (`nanoray kube`: in the head's pod). A variable that is not set is an "
         "error. config.json has the expanded path. Other keys, `env` too, are taken as they stand.",
         "",
-        "`--dry_run` and `nanoray check` print with `--verbose` who has set each key that has not its default: a "
+        "`--dry_run` prints with `--verbose` who has set each key that has not its default: a "
         "preset, a file, the weights of `init_from`, a flag, the run that is resumed, this machine or "
         "a rule. run.json keeps it, beside config.json (`origins`).",
         "",
