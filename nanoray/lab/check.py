@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -89,9 +87,9 @@ def survey(config: Config, nvml: Any = None) -> Survey:
         problems.append(Problem(what, remedy, fatal=True))
 
     problems += gpu_problems(gpus, slots, build, driver)
-    for row, found in (out_dir_state(config), ray_state(config)):
-        rows.append(row)
-        problems += found
+    row, found = ray_state(config)
+    rows.append(row)
+    problems += found
     return Survey(rows, problems)
 
 
@@ -133,23 +131,7 @@ def driver_cuda(nvml: Any = None) -> str | None:
     return None
 
 
-# What a run reads and writes.
-
-
-def out_dir_state(config: Config) -> tuple[tuple[str, str], list[Problem]]:
-    """Return the line and the problems of the folder for runs. Creates nothing."""
-    path = Path(config.out_dir).expanduser().absolute()
-    # A run creates the missing folders, so the nearest existing one decides.
-    existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-    free_gib = round(shutil.disk_usage(existing).free / GIB, 1)
-    name = f"out_dir = {config.out_dir}"
-    problems = []
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problems = [Problem(f"{name} cannot be written", "give another --out_dir", fatal=True)]
-    elif free_gib < 1:
-        what = f"{name} has {free_gib} GiB free, less than 1"
-        problems = [Problem(what, "free some", fatal=False)]
-    return ("out_dir", f"{config.out_dir} · {free_gib} GiB free"), problems
+# The cluster.
 
 
 def ray_state(config: Config) -> tuple[tuple[str, str], list[Problem]]:
@@ -255,7 +237,6 @@ OF_THE_RUN = (
     ("--backend NAME", "of the process group: nccl, gloo or auto"),
     ("--precision NAME", "whether the devices compute in it"),
     (", ".join(f"--{axis} N" for axis in IN_REPLICA), "how many ranks share a model"),
-    ("--out_dir DIR", "whether runs can be written there"),
     ("--ray_address HOST:PORT", "the cluster to ask"),
 )
 

@@ -31,7 +31,9 @@ class Net(nn.Module):
             names = set(names)
         self.branches = nn.ModuleList(nn.Linear(3, len(name)) for name in names)
         self.head = nn.Linear(21, 1)
-        self.norm = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(4, 1))
+        if kind == "norm":
+            layers = nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(4, 1)
+            self.norm = nn.Sequential(*layers)
         self.calls = 0
         self.seen = None
         self.generator = random.Random(0)

@@ -156,7 +156,7 @@ def test_a_flipped_bit_is_found_by_a_re_enactment(
     out = said(capsys, bisect.main([str(flipped.folder)]), 1)
     assert "step     5 is the first that differs; equal up to step 4" in out
     assert "rank     2 of " in out
-    assert f"tensor   {PLACE}: rank 2 has another one than other ranks of " in out
+    assert f"{PLACE} of rank 2 is not that of the other ranks of " in out
 
 
 def test_a_flipped_bit_is_found_between_two_runs(
@@ -169,7 +169,7 @@ def test_a_flipped_bit_is_found_between_two_runs(
     out = said(capsys, bisect.main([str(clean), str(flipped.folder)]), 1)
     assert "setup    faults: '' and 'bitflip@rank=2,step=5,phase=log'" in out
     assert "step     5 is the first that differs; equal up to step 4" in out
-    assert f"tensor   {PLACE}: rank 2 has another one than other ranks of " in out
+    assert f"{PLACE} of rank 2 is not that of the other ranks of " in out
     assert "equal    in all that both have of 8 steps" in said(
         capsys, bisect.main([str(clean), str(clean)]), 0
     )

@@ -53,9 +53,6 @@ class Machine:
             host, available_cpus=2.0, available_memory_bytes=16 << 30, cpu_features=frozenset()
         )
         self.gpus()
-        monkeypatch.setattr(
-            check.shutil, "disk_usage", lambda _: SimpleNamespace(free=50 << 30, total=90 << 30)
-        )
 
     def set(self, module: Any, **answers: Any) -> Machine:
         for name, answer in answers.items():

@@ -4,8 +4,7 @@ recorded.
 nanoray replay bisect A [B]   find the first step, rank and tensor in which two runs differ
 
 As many local processes as the run had ranks train from the newest checkpoint before the step (or
-from step 0). Exit code 1: a value differs; where equal bits are not promised, by more than its
-limit.
+from step 0). Exit code 1: a value differs.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ from nanoray.cli import (
 from nanoray.lab.replay import bisect
 from nanoray.lab.replay.again import doubts, reenact, start_before
 from nanoray.lab.replay.recorded import (
-    LIMITS,
     RecordedRun,
     compared,
     differences,
     format_difference,
-    matters,
     read_recorded,
     tensors_apart,
 )
@@ -72,10 +69,10 @@ def _replay(args: argparse.Namespace) -> int:
         again = reenact(run, start, step, Path(folder))
         apart: list[str] = []
         count = 0
-        if step in run.checkpoints and not unsure:
+        if step in run.checkpoints:
             apart, count = tensors_apart(again.checkpoints[step], run.checkpoints[step])
 
-    wrong = [d for d in differences(again, run, steps) if matters(d, bool(unsure))]
+    wrong = [f"step {d.step}, {format_difference(d)}" for d in differences(again, run, steps)]
     _print_values(again, run, step)
     sizes = [compared(again, run, at) for at in steps]
     values = sum(n for n, _ in sizes)
@@ -87,7 +84,15 @@ def _replay(args: argparse.Namespace) -> int:
             f"note     step {step} has no record: only steps before it and its causes were "
             "compared (--log_every 1)"
         )
-    return _verdict([f"step {d.step}, {format_difference(d)}" for d in wrong] + apart, unsure)
+    for line in unsure:
+        print(f"note     equal bits are not promised: {line}")
+    wrong += apart
+    if wrong:
+        more = f", and in {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        print(f"differs  first in {wrong[0]}{more}")
+        return 1
+    print("equal    to the bit, as far as the run has recorded it")
+    return 0
 
 
 def _print_values(again: RecordedRun, run: RecordedRun, step: int) -> None:
@@ -102,22 +107,6 @@ def _print_values(again: RecordedRun, run: RecordedRun, step: int) -> None:
         else:
             verdict = f"differs by {known - value:.3g}"
         print(f"  {name:<20} {value!r:<24} {known!r:<24} {verdict}")
-
-
-def _verdict(wrong: list[str], unsure: list[str]) -> int:
-    """Print the result and return the exit code."""
-    for line in unsure:
-        print(f"note     equal bits are not promised: {line}")
-    if wrong:
-        more = f", and in {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        print(f"differs  first in {wrong[0]}{more}")
-        return 1
-    if unsure:
-        limits = ", ".join(f"{name} {limit:g}" for name, limit in LIMITS.items())
-        print(f"within   the limits, relative: {limits}")
-    else:
-        print("equal    to the bit, as far as the run has recorded it")
-    return 0
 
 
 if __name__ == "__main__":

@@ -23,14 +23,13 @@ from nanoray.lab.replay.recorded import (
     compared,
     differences,
     format_difference,
-    matters,
     read_recorded,
     tensors_apart,
 )
 
 # Where it ran, and as what
 NOT_OF_RUN = ("out_dir", "data_dir", "name", "resume", "stop_at", "workers", "kube")
-SHOWN = 5  # tensors of a checkpoint that are listed
+SHOWN = 5  # tensors that are listed
 
 
 def make_parser() -> Parser:
@@ -69,7 +68,7 @@ def _two(a: RecordedRun, b: RecordedRun) -> int:
         or "setup    both runs have one configuration, on the same kind of machine"
     )
     last = min(a.last, b.last)
-    wrong = [d for d in differences(a, b, range(1, last + 1)) if matters(d, unsure=False)]
+    wrong = [*differences(a, b, range(1, last + 1))]
     # Only checkpoints that both runs still have can be compared bit by bit.
     both = sorted(a.checkpoints.keys() & b.checkpoints.keys())
     return _report(a, b, range(1, last + 1), wrong, both)
@@ -96,7 +95,7 @@ def _one(run: RecordedRun) -> int:
                 continue
             print(f"again    steps {steps[0]} to {end}", flush=True)
             again = reenact(run, start, end, Path(folder, str(start)))
-            wrong = [d for d in differences(run, again, steps) if matters(d, unsure=False)]
+            wrong = [*differences(run, again, steps)]
             both = [end] if end in run.checkpoints else []
             if _report(run, again, steps, wrong, both):
                 return 1
@@ -145,9 +144,10 @@ def _report(
         hashes = [d for d in at if d.what.startswith("hash of ")]
         print("\n".join(f"           {format_difference(d)}" for d in at if d not in hashes))
         if hashes:
-            print(f"           hashes of {len(hashes)} of {compared(a, b, at[0].step)[1]} tensors")
+            names = ", ".join(d.what.removeprefix("hash of ") for d in hashes[:SHOWN])
+            count = compared(a, b, at[0].step)[1]
+            print(f"           hashes of {len(hashes)} of {count} tensors: {names}")
         print(f"rank     {_rank(a, b, at)}")
-        print(f"tensor   {_tensor(at, apart, compared(a, b, at[0].step)[1])}")
     if apart:
         print(
             f"         checkpoint of step {step}: {len(apart)} of {count} tensors differ, the "
@@ -189,22 +189,6 @@ def _rank(a: RecordedRun, b: RecordedRun, at: list[Difference]) -> str:
             return f"{_list(apart)}: its state is not that of the run's other ranks"
         return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"
     return "unknown: neither losses nor hashes of single ranks are there for this step; train with --hash_every 1"
-
-
-def _tensor(at: list[Difference], apart: list[str], tensors: int) -> str:
-    """Name the tensor of the first difference."""
-    for d in at:
-        if d.tensor:
-            return f"{d.tensor}: rank {d.rank} has another one than other ranks of {d.ours}"
-    hashes = [d.what.removeprefix("hash of ") for d in at if d.what.startswith("hash of ")]
-    # If all hashes differ they do not point at a tensor, and the checkpoint is the better hint.
-    if hashes and len(hashes) < tensors:
-        return ", ".join(hashes[:SHOWN])
-    if apart:
-        return f"{apart[0].partition(':')[0]}, which is the furthest apart in the checkpoint below"
-    if hashes:
-        return "unknown: all differ, as after an update with other gradients"
-    return "unknown: no hash and no checkpoint of it"
 
 
 def _list(ranks: Sequence[int | None]) -> str:
