@@ -41,7 +41,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "Config": ("to_json",),
     "Counted": ("batch", "samples"),
     "Weighted": ("sum", "weight"),
-    "Tuned": ("settings", "speedup", "folder"),
     "Callback": (
         "on_run_start",
         "on_step_end",

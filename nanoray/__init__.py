@@ -9,7 +9,7 @@
     nanoray.launch(main, {"global_batch_size": 96, "workers": 2})
 
 launch          call a function on every rank of a new run: on Ray, under torchrun, or alone
-tune            find the fastest settings for such a function; it returns a Tuned
+tune            find the fastest settings for such a function
 RuntimeEngine   train a module: its `fit` is the loop
 Run             one rank's part of a run, as the function receives it
 Config          the configuration; each key is a flag of `python -m nanoray.launch`, too
@@ -34,7 +34,6 @@ _EXPORTED = {
     "NanorayError": "nanoray.errors",
     "Run": "nanoray.script.run",
     "RuntimeEngine": "nanoray.script.engine",
-    "Tuned": "nanoray.lab.tune.command",
     "Weighted": "nanoray.models.weighted",
     "tune": "nanoray.lab.tune.command",
 }
@@ -48,7 +47,6 @@ __all__ = [
     "NanorayError",
     "Run",
     "RuntimeEngine",
-    "Tuned",
     "Weighted",
     "__version__",
     "launch",

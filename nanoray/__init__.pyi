@@ -5,7 +5,6 @@ from typing import Any
 
 from nanoray.config import Config as Config
 from nanoray.errors import NanorayError as NanorayError
-from nanoray.lab.tune.command import Tuned as Tuned
 from nanoray.lab.tune.command import tune as tune
 from nanoray.models.weighted import Weighted as Weighted
 from nanoray.script.callbacks import Callback as Callback
@@ -20,7 +19,6 @@ __all__ = [
     "NanorayError",
     "Run",
     "RuntimeEngine",
-    "Tuned",
     "Weighted",
     "__version__",
     "launch",

@@ -39,7 +39,7 @@ def to_markdown() -> str:
         "expands `~`, `$NAME` and `${NAME}` in its own environment (`nanoray kube`: in the head's "
         "pod). A variable that is not set is an error. Other keys, `env` too, stay as they are.",
         "",
-        "With `--verbose`, `--dry_run` and `nanoray check` print where each value comes from that is "
+        "With `--verbose`, `--dry_run` prints where each value comes from that is "
         "not the default; run.json keeps it (`origins`). A resume prints which keys differ from those "
         "of the run:",
         "",

@@ -57,7 +57,7 @@ COMMAND_FLAGS = {
         "print neither plan nor steps nor sample: where Ray is, warnings, faults, the result and "
         "its folder",
     ),
-    "verbose": ("", "with --dry_run, and of `nanoray check`: list who has set each key"),
+    "verbose": ("", "with --dry_run: list who has set each key"),
     **SCALE_FLAGS,
 }
 

@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from nanoray import __version__
 from nanoray.cli import Page, exit_code_of, name_program, parse_args
 from nanoray.cli import mig as mig_command
-from nanoray.config import Config, Settings
+from nanoray.config import Config
 from nanoray.config.choose import precision_of
 from nanoray.config.layout import Layout
 from nanoray.config.mesh import IN_REPLICA
-from nanoray.config.settings import lines_of, public
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.machine import host, mig
 from nanoray.machine.device import Device
@@ -63,9 +60,8 @@ class Survey(NamedTuple):
         return not any(problem.fatal for problem in self.problems)
 
 
-def survey(settings: Settings, nvml: Any = None, verbose: bool = False) -> Survey:
-    """Inspect this machine and decide what a run with these settings would be here."""
-    config = settings.config
+def survey(config: Config, nvml: Any = None) -> Survey:
+    """Inspect this machine and decide what a run of this configuration would be here."""
     gpus = discover_gpus(nvml)
     cpus = host.available_cpus()
     build, nccl = torch_builds()
@@ -86,25 +82,15 @@ def survey(settings: Settings, nvml: Any = None, verbose: bool = False) -> Surve
         # After the placement, because the backend depends on which ranks share a GPU.
         backend = choose_backend(_rank_devices(slots), config.backend, nccl)
         rows.append(("backend", f"{backend.backend} ({backend.reason})"))
-        settings = settings.set({"workers": slots.workers}, slots.found)
-        settings = settings.set({"precision": precision}, reason)
     except NanorayError as error:
         what, _, remedy = str(error).partition("; ")
         problems.append(Problem(what, remedy, fatal=True))
 
-    if verbose:
-        rows += [("setting", line) for line in lines_of(shown(settings))]
     problems += gpu_problems(gpus, slots, build, driver)
-    for row, found in (out_dir_state(config), ray_state(config)):
-        rows.append(row)
-        problems += found
+    row, found = ray_state(config)
+    rows.append(row)
+    problems += found
     return Survey(rows, problems)
-
-
-def shown(settings: Settings) -> Iterator[tuple[str, Any, str]]:
-    """Yield key, value and origin of each setting that has not its default, without secrets."""
-    for key, value, origin in settings.chosen():
-        yield key, public(key, value), origin
 
 
 def _placement(config: Config, slots: Slots) -> str:
@@ -145,23 +131,7 @@ def driver_cuda(nvml: Any = None) -> str | None:
     return None
 
 
-# What a run reads and writes.
-
-
-def out_dir_state(config: Config) -> tuple[tuple[str, str], list[Problem]]:
-    """Return the line and the problems of the folder for runs. Creates nothing."""
-    path = Path(config.out_dir).expanduser().absolute()
-    # A run creates the missing folders, so the nearest existing one decides.
-    existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-    free_gib = round(shutil.disk_usage(existing).free / GIB, 1)
-    name = f"out_dir = {config.out_dir}"
-    problems = []
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problems = [Problem(f"{name} cannot be written", "give another --out_dir", fatal=True)]
-    elif free_gib < 1:
-        what = f"{name} has {free_gib} GiB free, less than 1"
-        problems = [Problem(what, "free some", fatal=False)]
-    return ("out_dir", f"{config.out_dir} · {free_gib} GiB free"), problems
+# The cluster.
 
 
 def ray_state(config: Config) -> tuple[tuple[str, str], list[Problem]]:
@@ -267,7 +237,6 @@ OF_THE_RUN = (
     ("--backend NAME", "of the process group: nccl, gloo or auto"),
     ("--precision NAME", "whether the devices compute in it"),
     (", ".join(f"--{axis} N" for axis in IN_REPLICA), "how many ranks share a model"),
-    ("--out_dir DIR", "whether runs can be written there"),
     ("--ray_address HOST:PORT", "the cluster to ask"),
 )
 
@@ -302,13 +271,13 @@ def _run(argv: list[str]) -> int:
     loaded = parse_args(argv, name_program("check"), about)
 
     # Flags of a run that would be ignored here are an error, as everywhere.
-    for flag in ("dry_run", "quiet"):
+    for flag in ("dry_run", "quiet", "verbose"):
         if getattr(loaded, flag):
             raise ConfigError(
                 f"{flag} cannot take effect: the check never starts anything; drop --{flag}"
             )
 
-    report = survey(loaded, verbose=loaded.verbose)
+    report = survey(loaded.config)
     print(render(report))
     return 0 if report.can_train else 1
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import runpy
 import sys
 import time
 import traceback
@@ -28,13 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import nanoray
-import nanoray.script.engine
 from nanoray.config import Config, resolve_batch
 from nanoray.config.variables import values_of
 from nanoray.data.seeding import generators_kept
 from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.lab.check_script import CheckJob
+from nanoray.lab.script_file import NotLaunched, run_until_launch
 from nanoray.machine.compat import tree_leaves, tree_map
 from nanoray.machine.script_errors import one_line
 from nanoray.machine.tensor_memory import bytes_of, has_plain_memory
@@ -44,6 +42,7 @@ from nanoray.models.modules import EXTRA, Undisturbed, has_extra_state
 from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of
 from nanoray.script.data.source import CountedTargets, NamedBatch, ScriptData
+from nanoray.script.engine import RuntimeEngine
 from nanoray.script.program import Program, call_until_fit
 from nanoray.script.settings import loaded_of
 from nanoray.script.task import ScriptTask
@@ -68,12 +67,6 @@ SETTINGS: dict[str, Any] = {key: QUIET[key] for key in QUIET if key != "max_step
     "log_every": 1,
     "timeout_s": 60.0,
 }
-
-NO_LAUNCH = (
-    "it does not call nanoray.launch(main, config), which the check needs; make model, optimizer and "
-    "data in a function main(run), and end the script with nanoray.launch(main, config)"
-)
-ARGUMENTS = "its own arguments go behind --, as in nanoray check train.py -- --width 64"
 
 
 def serve() -> None:
@@ -100,45 +93,26 @@ def do(job: CheckJob) -> None:
     os._exit(0)
 
 
-class ScriptEnded(BaseException):
-    """Ends a script in its nanoray.launch."""
-
-
 def run_script(job: CheckJob) -> dict[str, Any]:
     """Run the script up to the end of its nanoray.launch; return what came of that."""
     result: dict[str, Any] = {}
 
-    def launch(package: Any, main: Any, config: Any = None, ray: bool = True) -> None:
+    def train_at_launch(main: Callable[..., Any], config: Any) -> None:
         try:
-            result.update(train(job, main, dict(config or {})))
+            result.update(train(job, main, config))
         except BaseException as error:
             result.update(fault_of(error, job.script))
-        raise ScriptEnded
 
-    def fit_here(*_: Any) -> None:
-        raise ScriptEnded
-
-    # The package is what scripts call, by whatever name they have imported it.
-    package: Any = type(nanoray.launch)
-    package.__call__ = launch
-    engine: Any = nanoray.script.engine
-    engine.fit_here = fit_here
     # Callbacks only observe, and a tracker would report runs that are none.
-    engine.RuntimeEngine.callbacks = property(lambda self: [], lambda self, given: None)
-
-    sys.argv = [job.script, *job.arguments]
-    sys.path.insert(0, str(Path(job.script).resolve().parent))
-    why = NO_LAUNCH
+    engine: Any = RuntimeEngine
+    engine.callbacks = property(lambda self: [], lambda self, given: None)
     try:
-        runpy.run_path(job.script, run_name="__main__")
-    except ScriptEnded:
-        pass
-    except SystemExit as ended:
-        if ended.code:
-            why = f"it has ended with {ended.code!r} before nanoray.launch; {ARGUMENTS}"
+        run_until_launch(job.script, job.arguments, train_at_launch)
+    except NotLaunched as error:
+        return {"unusable": str(error)}
     except BaseException as error:
         return fault_of(error, job.script)
-    return result or {"unusable": f"{job.script} cannot be checked: {why}"}
+    return result
 
 
 def fault_of(error: BaseException, script: str) -> dict[str, Any]:
@@ -161,7 +135,7 @@ def fault_of(error: BaseException, script: str) -> dict[str, Any]:
     return {"fault": f"{one_line(error)}{place}", "kind": "failed"}
 
 
-def train(job: CheckJob, main: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def train(job: CheckJob, main: Callable[..., Any], given: Any) -> dict[str, Any]:
     """Train as the job says, with the script's function and configuration."""
     loaded = loaded_of(given)
     stop_at = min(job.settings["stop_at"], loaded.config.scheduled_steps)

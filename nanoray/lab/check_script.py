@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.cli import exit_code_of, tool_parser
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
+from nanoray.lab import local_ranks
 from nanoray.machine.host import available_cpus
 from nanoray.machine.interfaces import LOOPBACK
 from nanoray.machine.output import say
@@ -65,8 +66,6 @@ APART = {
     "read": "the data have other samples in another process; read them in a fixed order (sorted), and "
     "seed what draws them",
 }
-# Tests replace it with a faster way to start Python
-start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 def main(argv: list[str]) -> int:
@@ -125,7 +124,7 @@ class Processes:
         for _ in range(number):
             with (folder / "errors").open("ab") as errors:
                 command = [sys.executable, "-m", "nanoray.lab.check_child"]
-                process = start_process(
+                process = local_ranks.start_process(
                     command,
                     env=env,
                     stdin=pipe,
@@ -136,8 +135,7 @@ class Processes:
                 )
             self._processes.append(process)
         # The ranks meet there. It imports torch, as the processes do at the same time.
-        self._host = LOOPBACK
-        self._store = open_store(self._host, number, 60.0)
+        self._store = open_store(LOOPBACK, number, 60.0)
 
     def __enter__(self) -> Processes:
         return self
@@ -169,18 +167,9 @@ class Processes:
             results.append(result)
         return results
 
-    def world(self, ranks: int) -> list[dict[str, str]]:
-        """Return the variables of each of some ranks, as torchrun sets them."""
-        shared = {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": self._host,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-        return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    def variables(self, ranks: int) -> list[dict[str, str]]:
+        """Return the variables of each of some ranks, which meet in the store of this process."""
+        return local_ranks.variables_of_ranks(self._store, ranks)
 
 
 class Check:
@@ -231,7 +220,7 @@ class Check:
             "out_dir": str(self._folder / name),
         } | settings
         jobs = []
-        for rank, environment in enumerate(self._processes.world(ranks)):
+        for rank, environment in enumerate(self._processes.variables(ranks)):
             result = str(self._folder / f"{name}-{rank}-{secrets.token_hex(4)}.json")
             jobs.append(
                 CheckJob(self._args.script, self._args.arguments, settings, environment, result)

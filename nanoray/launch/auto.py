@@ -19,7 +19,7 @@ from nanoray.config import read_yaml
 from nanoray.errors import WorkerFailed
 from nanoray.machine.atomic import read_json
 
-BUDGET = "2m"
+BUDGET_S = 120.0
 CHOSEN = "auto: tune chose"  # who has set the key, before the number
 
 
@@ -59,7 +59,7 @@ def _searched(loaded: Loaded) -> int:
         recipe.write_text(json.dumps(loaded.config.model_dump()))
         tuned = Path(folder, "tuned.yaml")
         command = [sys.executable, "-m", "nanoray.lab.tune", str(recipe)]
-        command += ["--budget", BUDGET, "--write", str(tuned)]
+        command += ["--budget_s", f"{BUDGET_S:g}", "--write", str(tuned)]
         # In a file this key would not say that Ray was asked for.
         if "ray_address" in loaded.given:
             command += ["--ray_address", loaded.config.ray_address]

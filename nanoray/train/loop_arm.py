@@ -70,7 +70,6 @@ class BlockCost(NamedTuple):
     step_s: float  # of the slowest rank
     peak_bytes: int  # of the rank that held most, beside what its process held before the arm
     loss: float  # the mean of all ranks, in the last step that does not count
-    steps: int  # that count
 
 
 class BlockEnded(Exception):
@@ -127,7 +126,7 @@ class LoopArm:
         # A step takes as long as on the slowest rank.
         everyone = self.mesh.all_gather((seconds / steps, peak, self._loss.item()))
         times, peaks, losses = zip(*everyone, strict=True)
-        return BlockCost(max(times), max(peaks), sum(losses) / len(losses), steps)
+        return BlockCost(max(times), max(peaks), sum(losses) / len(losses))
 
     def _next_step(self) -> Order:
         """Return GO_ON, as the loop's vote of this rank; end the loop where the block ends."""

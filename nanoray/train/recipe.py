@@ -55,9 +55,6 @@ log = logging.getLogger("nanoray.rank")
 class Recipe:
     """The parts that this process keeps between groups of ranks, and the engine of each group."""
 
-    plan: Callable[..., Plan] = Plan
-    batches = MicroBatches
-
     def __init__(
         self,
         group: TrainingGroup,
@@ -220,7 +217,7 @@ class Recipe:
 
         accum = self.batch_for(mesh).accum
         loss = self.loss_on(mesh)
-        par = self.plan(
+        par = Plan(
             self.model,
             mesh,
             self._cfg,
@@ -263,7 +260,7 @@ class Recipe:
         # The parts of this group alone.
         batch = self.batch_for(mesh)
         lengths = lengths_of(self._cfg)
-        batches = self.batches(self.data, batch, par.data_rank, lengths, par.part)
+        batches = MicroBatches(self.data, batch, par.data_rank, lengths, par.part)
         peak = peak_of_all_ranks(self.device, mesh, self._cfg.precision)
         workload = self.task.workload(self.loss_on(mesh), mesh.device, self._cfg.precision, peak)
         instruments = self.watch.instruments(

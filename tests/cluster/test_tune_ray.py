@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full  # tests/unit/test_tune.py goes on from a file wit
 
 
 def test_a_killed_rank_costs_a_block(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    flags = ["--workers", "2", "--cpus_per_worker", "0.5", "--budget", "15s", "--out_dir"]
+    flags = ["--workers", "2", "--cpus_per_worker", "0.5", "--budget_s", "15", "--out_dir"]
     env = cluster.env | {"CXX": "none"}  # compiling would take the whole budget
     command = Command("nanoray.lab.tune", str(recipe), *flags, str(tmp_path), env=env)
     command.cluster = cluster

@@ -150,7 +150,7 @@ def test_the_fastest_micro_batch_that_fits(gpu_recipe: list[str], tmp_path: Path
     flags = ("--precision", "fp32", "--dropout", "0", "--max_steps", "8", "--checkpoint_every", "0")
     flags = (*flags, "--global_batch_size", "1024", "--data_dir", str(tmp_path / "data"))
     tuned = tmp_path / "tuned.yaml"
-    search = ("--micro_batch_size", "auto", "--budget", "1m", "--write", str(tuned))
+    search = ("--micro_batch_size", "auto", "--budget_s", "60", "--write", str(tuned))
     out = ("--workers", "1", "--out_dir", str(tmp_path / "search"))
     done = commands.run("nanoray.lab.tune", *gpu_recipe, *flags, *search, *out)
     assert done.returncode == 0, done.stdout + done.stderr

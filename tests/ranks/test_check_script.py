@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.lab import check, check_script
+from nanoray.lab import check, check_script, local_ranks
 from tests.harness.commands import start_process
 
 # One script with a mistake of each kind. The words behind -- choose it.
@@ -31,7 +31,9 @@ class Net(nn.Module):
             names = set(names)
         self.branches = nn.ModuleList(nn.Linear(3, len(name)) for name in names)
         self.head = nn.Linear(21, 1)
-        self.norm = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(4, 1))
+        if kind == "norm":
+            layers = nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(4, 1)
+            self.norm = nn.Sequential(*layers)
         self.calls = 0
         self.seen = None
         self.generator = random.Random(0)
@@ -88,7 +90,7 @@ if kind != "nothing":
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let the processes be forked, and the temporary folders of the check lie in the test's."""
-    monkeypatch.setattr(check_script, "start_process", start_process)
+    monkeypatch.setattr(local_ranks, "start_process", start_process)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
 
@@ -171,7 +173,7 @@ def test_what_differs_from_process_to_process(
     what: str,
 ) -> None:
     """Modules in the order of a set follow the hash seed, which each new process draws."""
-    monkeypatch.setattr(check_script, "start_process", subprocess.Popen)
+    monkeypatch.setattr(local_ranks, "start_process", subprocess.Popen)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     code, lines = checked(capsys, tmp_path, kind)
     assert code == 1

@@ -209,7 +209,7 @@ class TuneBenchmark(Benchmark):
                     "most": min(args.most, 4) if args.quick else args.most,
                     "budget_s": args.budget_s,
                     "block_s": 0.05 if args.quick else LONGEST_S,
-                    "leave": [] if args.compile else ["compile"],
+                    "compile": args.compile,
                 }
                 for event in pool.run("tests.stress.tune:tune_rank", order):
                     say(f"{subject}  {event['line']}")
@@ -265,8 +265,8 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Search, walk the grid, and compare. (all ranks)"""
     import torch
 
-    from nanoray.lab.tune.knobs import words
-    from nanoray.lab.tune.rank import here_of
+    from nanoray.lab.tune.knobs import KNOBS, words
+    from nanoray.lab.tune.program import USED, here_of
     from nanoray.lab.tune.search import Search
     from nanoray.lab.tune.trials import Trials
     from nanoray.lab.tune.tuned_model import TunedModel
@@ -283,21 +283,21 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     given = frozenset({"global_batch_size"})
     subject = TunedModel(MAINS.get(order["subject"]), given, place)
     here = here_of(spec, mesh, place, subject)
+    memory = USED * memory_of_rank(mesh)
 
     def trials_in(name: str) -> Trials:
         folder = spec.folder / name
         folder.mkdir(exist_ok=True)
         own = replace(spec, config=here.config, folder=folder)
-        return Trials(
-            own, mesh, subject, here, order["budget_s"], lambda: Order.GO_ON, lambda line: None
-        )
+        return Trials(own, mesh, subject, here, memory, lambda: Order.GO_ON)
 
     # The search
-    may = ("norms", "masks")
+    only = [name for name in KNOBS if order["compile"] or name != "compile"]
     trials = trials_in("search")
-    search = Search(trials, here, may, memory_of_rank(mesh), order["leave"])
+    search = Search(trials, here, order["budget_s"], True, only, lambda line: None)
     began = time.monotonic()
     tuned = search.run()
+    trials.next_turn()  # closes what is open
     spent_s = time.monotonic() - began
     apart = _losses_apart(mesh, spec, subject, here, tuned)
     # On a GPU, in 16 bits, a run's losses are not even those of the same run again.
@@ -309,14 +309,13 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
     three = {PRESENT: (), TUNED: tuned}
     if order["most"]:
-        choices = _combinations(here, may, order["leave"], order["most"])
+        choices = _combinations(here, only, order["most"])
         turns = min(GRID_TURNS, order["rounds"])
         grid = trials_in("grid")
         three[BEST] = _walk_grid(grid, choices, turns, order["block_s"], emit)
 
     # Side by side, in turns of their own
     last = trials_in("compared")
-    last.reserve_s = -1e6
     times: dict[str, list[float]] = {name: [] for name in three}
     for turn in range(order["rounds"]):
         last.next_turn()
@@ -349,7 +348,6 @@ def _walk_grid(
 ) -> Choice:
     """Measure every combination once, and the fastest more often; return the best. (all ranks)"""
     began = time.monotonic()
-    grid.reserve_s = -1e6  # as long as it takes
     grid.next_turn()
     for number, choice in enumerate([(), *choices]):
         grid.measure(choice, block_s / 3)
@@ -371,18 +369,13 @@ def _walk_grid(
     return best
 
 
-def _combinations(
-    here: TunedRun, may: tuple[str, ...], leave: list[str], most: int
-) -> list[Choice]:
+def _combinations(here: TunedRun, only: list[str], most: int) -> list[Choice]:
     """Return every combination of what the search may change that can be trained, evenly cut."""
     from nanoray.errors import ConfigError
     from nanoray.lab.tune.knobs import configured, options, with_settings
 
-    of_knob: dict[str, list[Choice]] = {}
-    for option, knob in options(here, may, leave).items():
-        of_knob.setdefault(knob, [()]).append(option)
     found: list[Choice] = []
-    for parts in product(*of_knob.values()):
+    for parts in product(*([(), *choices] for choices in options(here, True, only).values())):
         choice: Choice = ()
         for settings in parts:
             choice = with_settings(here, choice, settings)

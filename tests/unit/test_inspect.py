@@ -32,7 +32,7 @@ RESNET = [
 
 
 def subject_of(*flags: str, target: str = "tiny", ranks: int | None = None) -> InspectTarget:
-    return find_target(target, [*flags], ranks, "main")
+    return find_target(target, [*flags], ranks)
 
 
 def modules(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -274,15 +274,17 @@ if __name__ == "__main__":
 def test_a_script_with_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "own.py"
     path.write_text(SCRIPT.replace("EXTRA", "x = self.extra(x)"))
-    flags = ("--micro_batch_size=8", "--dp_mode=zero1", "--world_size=2", "--verify")
+    flags = ("--dp_mode=zero1", "--world_size=2", "--verify")
     code, told, out = told_of(tmp_path, capsys, str(path), *flags)
     assert code == 0, out
     rows = modules(told)
     assert rows["layers.1"]["reads"] == ["inner", "layers.0"]
     assert rows["extra"]["reads"] == ["inner", "layers.0", "layers.1"]
-    assert rows["out"]["outputs"] == [[[8, 4], "float32"]]
+    assert rows["out"]["outputs"] == [[[8, 4], "float32"]], "the configuration is the script's"
+    assert told["dp_mode"] == "zero1"
     path.write_text(SCRIPT.replace("EXTRA", ""))
-    code, told, out = told_of(tmp_path, capsys, str(path), "--micro_batch_size=8", "--verify")
+    code, told, out = told_of(tmp_path, capsys, str(path), "--micro_batch_size=4", "--verify")
+    assert modules(told)["out"]["outputs"] == [[[4, 4], "float32"]], "and flags go over it"
     assert code == 1
     (extra,) = [line for line in out.splitlines() if line.startswith("extra  ")]
     assert "is not called" in extra

@@ -239,7 +239,7 @@ def test_it_has_a_size_and_groups(answers: dict[str, Any]) -> None:
     assert answers["name"] == "dp 2 × tp 2 × xp 2"
     assert answers["groups"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert answers["place"]["xp"] == 1
-    assert "xp" in answers["divisions"], "replay and resume compare it"
+    assert "xp" in answers["divisions"], "a resume compares it"
     assert "xp" in answers["axes"], "a run forms its process groups, and traces them"
 
 

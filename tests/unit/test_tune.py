@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,19 +19,11 @@ import torch
 from nanoray.cli.forecast.job import Job
 from nanoray.config import Config, load_config
 from nanoray.config.choose import cannot_compile
-from nanoray.lab.tune.knobs import (
-    ALWAYS,
-    Choice,
-    TunedRun,
-    configured,
-    left_out,
-    memory_bytes,
-    options,
-)
-from nanoray.lab.tune.request import KNOB_NAMES, MASKS, NORMS
-from nanoray.lab.tune.result import closing_lines, tuned_values, write_results
+from nanoray.lab.tune.knobs import KNOBS, Choice, TunedRun, configured, memory_bytes, options
+from nanoray.lab.tune.result import closing_lines, write_results
 from nanoray.lab.tune.search import FINAL_TURNS, Search, is_faster
 from nanoray.lab.tune.trials import STOPPED, SearchEnded, Trial, Trials
+from nanoray.machine.atomic import read_json
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.rendezvous import Order
@@ -40,13 +31,13 @@ from nanoray.parallel.rendezvous import Order
 Cost = Callable[[dict[str, Any]], float]  # from the settings of a choice to seconds a step
 
 
-def here_of(ranks: int = 1, device: str = "cpu", threads: int = 2, **settings: Any) -> TunedRun:
-    values = {"precision": "fp32", "attention": "flash", "global_batch_size": 8} | settings
+def here_of(ranks: int = 1, device: str = "cpu", cores: int = 2, **settings: Any) -> TunedRun:
+    batch = {"global_batch_size": 8, "micro_batch_size": 8, "grad_accum_steps": 0}
+    values = {"precision": "fp32", "attention": "flash"} | batch | settings
     config = load_config(preset="tiny", overrides=values)
     shape = ModelShape.of(config, 256)
     job = Job(shape, config, config.global_batch_size, "fp32", 8.0)
-    matters = ALWAYS | {MASKS} if config.dropout else ALWAYS
-    return TunedRun(config, ranks, device, threads, threads, matters=matters, job=job)
+    return TunedRun(config, ranks, device, cores, draws=config.dropout > 0, job=job)
 
 
 @dataclass
@@ -56,14 +47,13 @@ class Machine(Trials):
     cost: Cost = lambda settings: 1.0
     noise: float = 0.0
     blocks: int = 10**9  # after which the budget is spent
-    reserved: int = 0  # blocks beyond, for what the reserve is kept for
     stops: bool = False
     loss_of: Cost = lambda settings: 4.0
     measured: list[Choice] = field(default_factory=list)
     random: random.Random = field(default_factory=random.Random)
 
     def _require_time(self) -> None:
-        if len(self.measured) >= self.blocks + (0 if self.reserve_s else self.reserved):
+        if len(self.measured) >= self.blocks:
             raise SearchEnded(STOPPED if self.stops else "the budget is spent")
 
     def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
@@ -75,19 +65,15 @@ class Machine(Trials):
 def machine(here: TunedRun, folder: Path, seed: int = 0, **how: Any) -> Machine:
     mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "a test")
     spec: Any = SimpleNamespace(folder=folder)
-    subject: Any = SimpleNamespace(keeps_tasks=False)
-    trials = Machine(
-        spec, mesh, subject, here, 300.0, lambda: Order.GO_ON, lambda line: None, **how
-    )
+    subject: Any = SimpleNamespace(main=None)
+    trials = Machine(spec, mesh, subject, here, 1 << 40, lambda: Order.GO_ON, **how)
     trials.random.seed(seed)
     return trials
 
 
-def run(
-    tmp_path: Path, here: TunedRun, cost: Cost, may: tuple[str, ...] = (), **how: Any
-) -> tuple[Search, Machine]:
+def run(tmp_path: Path, here: TunedRun, cost: Cost, **how: Any) -> tuple[Search, Machine]:
     trials = machine(here, tmp_path, cost=cost, **how)
-    search = Search(trials, here, may, 1 << 40)
+    search = Search(trials, here, 300.0)
     search.run()
     return search, trials
 
@@ -103,7 +89,7 @@ def test_two_changes_that_gain_are_found_and_combined(tmp_path: Path) -> None:
     search, _ = run(tmp_path, here_of(), plain_wins, noise=0.005)
     assert dict(search.best)["attention"] == "plain"
     assert dict(search.best)["micro_batch_size"] == 4
-    assert median(search.verdict) == pytest.approx(1.32, rel=0.03)
+    assert search.gain == pytest.approx(1.32, rel=0.03)
 
 
 def test_a_change_that_gains_only_beside_another_one_is_found(tmp_path: Path) -> None:
@@ -117,9 +103,11 @@ def test_a_change_that_gains_only_beside_another_one_is_found(tmp_path: Path) ->
 
 
 def test_what_does_not_go_together_is_refused_and_not_measured(tmp_path: Path) -> None:
-    search, trials = run(tmp_path, here_of(precision="bf16"), plain_wins, may=("precision",))
+    def cost(settings: dict[str, Any]) -> float:
+        return 0.5 if "cpus_per_worker" in settings else plain_wins(settings)
+
+    _, trials = run(tmp_path, here_of(), cost)
     assert not any(dict(choice).get("attention") == "cudnn" for choice in trials.samples)
-    assert search.best
 
 
 def test_a_setting_with_another_loss_is_not_recommended(tmp_path: Path) -> None:
@@ -131,7 +119,7 @@ def test_a_setting_with_another_loss_is_not_recommended(tmp_path: Path) -> None:
     here = here_of(block_size=64)
     trials = machine(here, tmp_path, cost=wrong)
     trials.loss_of = lambda settings: 3.9 if "loss_chunk" in settings else 4.0
-    search = Search(trials, here, (), 1 << 40)
+    search = Search(trials, here, 300.0)
     search.run()
     assert "loss_chunk" not in dict(search.best)
     assert search.best
@@ -141,14 +129,13 @@ def test_a_setting_with_another_loss_is_not_recommended(tmp_path: Path) -> None:
 
     # What may change the result is not compared.
     (tmp_path / "b").mkdir()
+    here = here_of(dropout=0.1)
     other = machine(here, tmp_path / "b", cost=lambda settings: 0.5 if settings else 1.0)
-    other.loss_of = lambda settings: 3.0 if "precision" in settings else 4.0
-    leave = [name for name in KNOB_NAMES if name != "precision"]
-    search = Search(other, here, ("precision",), 1 << 40, leave=leave)
+    other.loss_of = lambda settings: 3.0 if "attention" in settings else 4.0
+    search = Search(other, here, 300.0, may_differ=True, only=["attention"])
     search.run()
-    assert dict(search.best) == {"precision": "bf16"}
-    lines = closing_lines(search)
-    assert any("it changes precision" in line for line in lines)
+    assert dict(search.best) == {"attention": "plain"}
+    assert any("losses may differ" in line for line in closing_lines(search))
 
 
 def test_a_spent_budget_ends_the_search_and_recommends_only_what_was_confirmed(
@@ -160,13 +147,20 @@ def test_a_spent_budget_ends_the_search_and_recommends_only_what_was_confirmed(
     assert search.best == ()
 
 
+def test_a_search_that_is_stopped_has_the_best_setting_so_far(tmp_path: Path) -> None:
+    search, trials = run(tmp_path, here_of(), plain_wins, blocks=12, stops=True)
+    assert len(trials.measured) == 12
+    assert dict(search.best) == {"micro_batch_size": 4}
+    assert search.gain == pytest.approx(1.1)
+
+
 def test_a_search_that_lost_a_rank_ends_as_another_one(tmp_path: Path) -> None:
     """What its file has is not measured again."""
     (tmp_path / "a").mkdir()
     _, cut = run(tmp_path / "a", here_of(), plain_wins, blocks=9, stops=True)
     rest = machine(here_of(), tmp_path / "a", cost=plain_wins)
     rest.read()
-    search = Search(rest, here_of(), (), 1 << 40)
+    search = Search(rest, here_of(), 300.0)
     search.run()
     assert dict(search.best).items() >= {"attention": "plain", "micro_batch_size": 4}.items()
     (tmp_path / "b").mkdir()
@@ -185,26 +179,35 @@ def test_a_verdict_needs_turns_that_agree() -> None:
 # ---- what may be tried ---------------------------------------------------------------------------
 
 
-def knobs(here: TunedRun, *may: str) -> set[str]:
-    return set(options(here, may).values())
+def knobs(here: TunedRun, may_differ: bool = False) -> set[str]:
+    return {*options(here, may_differ)}
 
 
-def test_dropout_keeps_what_would_draw_other_masks_out() -> None:
+def test_dropout_keeps_what_would_draw_other_masks_out(tmp_path: Path) -> None:
     with_dropout = here_of(dropout=0.1)
-    assert knobs(here_of()) >= {"micro_batch", "attention"}
-    assert not knobs(with_dropout) & {"micro_batch", "attention", "compile"}
     # A machine without a compiler, or in a folder that it cannot work in, has no such knob.
-    compiles = [] if cannot_compile("cpu") else ["compile"]
-    assert left_out(with_dropout, ()) == {"masks": ["micro_batch", "attention", *compiles]}
-    assert knobs(with_dropout, "masks") >= {"micro_batch", "attention"}
+    drawing = {"micro_batch", "attention"} | ({"compile"} - {cannot_compile("cpu") and "compile"})
+    assert knobs(here_of()) >= drawing
+    assert knobs(with_dropout) == knobs(here_of()) - drawing
+    assert knobs(with_dropout, may_differ=True) == knobs(here_of())
+    search, _ = run(tmp_path, with_dropout, plain_wins)
+    assert any("not tried: micro_batch, attention" in line for line in closing_lines(search))
 
 
-def test_norms_and_batches_of_a_script_keep_the_micro_batch() -> None:
-    with_norms = replace(here_of(), matters=ALWAYS | {NORMS})
-    assert "micro_batch" not in knobs(with_norms)
-    assert "micro_batch" in knobs(with_norms, "norms")
-    in_batches = replace(here_of(), in_batches=True)
-    assert "micro_batch" not in knobs(in_batches, "norms", "masks")
+def test_a_script_s_batches_keep_the_micro_batch() -> None:
+    in_batches = replace(here_of(), keeps_micro_batch=True)
+    assert "micro_batch" not in knobs(in_batches, may_differ=True)
+
+
+def test_layouts_and_modes_are_those_of_several_ranks() -> None:
+    assert not knobs(here_of()) & {"dp_mode", "layout", "buckets"}
+    here = here_of(ranks=2, micro_batch_size=4)
+    assert knobs(here) >= {"dp_mode", "layout", "buckets"}
+    for choices in options(here, False).values():
+        for choice in choices:
+            assert configured(here, choice).global_batch_size == 8
+    assert {*options(here, False, ["layout"])} == {"layout"}
+    assert {*options(here, False)} <= {*KNOBS}
 
 
 def test_what_needs_too_much_memory_by_formula_is_not_tried(tmp_path: Path) -> None:
@@ -212,9 +215,10 @@ def test_what_needs_too_much_memory_by_formula_is_not_tried(tmp_path: Path) -> N
     block = (("activation_checkpointing", "block"),)
     assert memory_bytes(here, configured(here, block)) < memory_bytes(here, here.config)
     trials = machine(here, tmp_path, cost=plain_wins)
-    Search(trials, here, (), memory_bytes(here, here.config) // 2).run()
+    trials.memory = memory_bytes(here, here.config) // 2
+    Search(trials, here, 300.0).run()
     assert any("by formula, and a rank has" in why for why in trials.refused.values())
-    assert len(trials.samples) < len(options(here, ()))
+    assert len(trials.samples) < sum(len(choices) for choices in options(here, False).values())
 
 
 # ---- what is written -----------------------------------------------------------------------------
@@ -223,18 +227,23 @@ def test_what_needs_too_much_memory_by_formula_is_not_tried(tmp_path: Path) -> N
 def test_tuned_yaml_is_a_recipe_that_any_command_takes(tmp_path: Path) -> None:
     here = here_of(lr=0.002)
     search, _ = run(tmp_path, here, plain_wins)
-    place = "2 x a machine, torch 2"
-    lines = closing_lines(search)
-    write_results(tmp_path, here.config, "mine", search, place, lines)
+    lines = ["Found by `nanoray tune` on a machine", *closing_lines(search)]
+    write_results(tmp_path, here.config, "mine", search, lines)
     loaded = load_config(str(tmp_path / "tuned.yaml"))
     assert (loaded.attention, loaded.micro_batch_size, loaded.lr) == ("plain", 4, 0.002)
     assert loaded.global_batch_size == 8
     assert loaded.name == "mine"
-    assert f"# Found by `nanoray tune` on {place}" in (tmp_path / "tuned.yaml").read_text()
+    assert (
+        (tmp_path / "tuned.yaml").read_text().startswith("# Found by `nanoray tune` on a machine")
+    )
+    settings = read_json(tmp_path / "tune.json")["settings"]
+    assert settings.items() >= {"micro_batch_size": 4, "global_batch_size": 8}.items()
 
 
-def test_tuned_yaml_has_no_secrets_and_nothing_of_one_command() -> None:
-    config = here_of(env={"TOKEN": "secret"}, out_dir="/somewhere").config
-    values = tuned_values(config, "mine", ())
-    assert "secret" not in str(values)
-    assert "out_dir" not in values
+def test_tuned_yaml_has_no_secrets_and_nothing_of_one_command(tmp_path: Path) -> None:
+    here = here_of(env={"TOKEN": "secret"}, out_dir="/somewhere")
+    search, _ = run(tmp_path, here, plain_wins)
+    write_results(tmp_path, here.config, "mine", search, [])
+    written = (tmp_path / "tuned.yaml").read_text()
+    assert "secret" not in written
+    assert "out_dir" not in written

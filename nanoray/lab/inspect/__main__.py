@@ -3,14 +3,15 @@
 TARGET is the folder of a run, or of several (the newest of them), a checkpoint, a YAML file, the
 name of a preset, or a script with its own model. Without one it is the newest run in runs. Flags of
 `nanoray train --help all` change the configuration:
-`nanoray inspect gpt2-124m --tp 2 --world_size 8`. Exit code 1: --verify found a loss or a gradient
-that is not finite, or a parameter without a gradient.
+`nanoray inspect gpt2-124m --tp 2 --world_size 8`. Words after -- are a script's own. Exit code 1:
+--verify found a loss or a gradient that is not finite, or a parameter without a gradient.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from nanoray.checkpoint.run_folder import newest_record
@@ -54,18 +55,18 @@ def make_parser() -> Parser:
         help="ranks to lay out [the run's; else workers, or "
         f"{'*'.join(axis.key for axis in AXES)}]",
     )
-    parser.add_argument(
-        "--function", default="main", help="of a script: what nanoray.launch would call [main]"
-    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray inspect` and return the exit code."""
-    return exit_code_of(lambda: _run(*make_parser().parse_known_args(argv)))
+    words = sys.argv[1:] if argv is None else argv
+    split = words.index("--") if "--" in words else len(words)
+    args, flags = make_parser().parse_known_args(words[:split])
+    return exit_code_of(lambda: _run(args, flags, words[split + 1 :]))
 
 
-def _run(args: argparse.Namespace, flags: list[str]) -> int:
+def _run(args: argparse.Namespace, flags: list[str], arguments: list[str]) -> int:
     # Imported late: --help must not wait for torch.
     from nanoray.checkpoint.tensorfile import plain
     from nanoray.lab.inspect.one_batch import run_batch
@@ -82,7 +83,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
     # What is known without computing anything, then what the run's folder and --verify add.
     target = _choose_target(args.target)
-    inspected = find_target(target, flags, args.world_size, args.function, args.verify)
+    inspected = find_target(target, flags, args.world_size, args.verify, arguments)
     description = dump(inspected)
     run = run_folder_of(target) if Path(target).expanduser().is_dir() else None
     if run:

@@ -4,12 +4,11 @@ its own model.
 
 from __future__ import annotations
 
-import runpy
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,12 @@ from nanoray.cli.run_plan import known_dataset
 from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
 from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.config.layout import DIVISIONS, Coords, Layout
+from nanoray.config.settings import FLAG
 from nanoray.data.dataset import DatasetInfo, script_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.lab.inspect.owners import rank_model
+from nanoray.lab.script_file import run_until_launch
 from nanoray.machine.atomic import read_json
 from nanoray.machine.host import cpu_features
 from nanoray.models.build import ScriptShape, shape_of
@@ -35,7 +36,7 @@ from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
 from nanoray.script.program import call_until_fit
-from nanoray.script.settings import DEFAULTS
+from nanoray.script.settings import DEFAULTS, loaded_of
 from nanoray.script.task import ScriptTask
 
 PROG = "nanoray inspect"
@@ -92,18 +93,22 @@ class InspectTarget:
 
 
 def find_target(
-    target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False
+    target: str,
+    flags: list[str],
+    world_size: int | None,
+    ready: bool = False,
+    arguments: Sequence[str] = (),
 ) -> InspectTarget:
     """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
 
     `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that
-    can be read here.
+    can be read here. `arguments`: of a script.
     """
     path = Path(target).expanduser()
     script = path.suffix == ".py" and path.is_file()
     _refuse_ignored(flags)
     if script:
-        return _of_script(path, flags, world_size, function)
+        return _of_script(path, arguments, flags, world_size)
     what = "Dump a model"
     if path.is_dir():
         config = parse_args(["--resume", str(path), *flags], PROG, what).config
@@ -226,24 +231,21 @@ def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_script(
-    path: Path, flags: list[str], world_size: int | None, function: str
+    path: Path, arguments: Sequence[str], flags: list[str], world_size: int | None
 ) -> InspectTarget:
-    """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro
-    batch.
-    """
-    loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
-    config = loaded.config
+    """Run a script up to its `fit`, and take its model, optimizer, loss and first micro batch."""
+    flagged = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
     found: list[InspectTarget] = []
-    if config.model != "own":
-        raise ConfigError(
-            f"model = {config.model} would be ignored: {path} brings its own; drop --model"
-        )
-    # A given global batch decides the micro batch, so the default one must not contradict it.
-    if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
-        config = config.model_copy(update={"micro_batch_size": 0})
-    ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
 
-    def take_target(task: ScriptTask) -> None:
+    def call_main(main: Callable[..., Any], given: Any) -> None:
+        loaded = loaded_of(given)
+        over = {key: getattr(flagged.config, key) for key in flagged.given}
+        config = loaded.set(over, FLAG).config
+        ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
+        take = partial(take_target, ranks)
+        call_until_fit(main, config, loaded.given | flagged.given, ranks, take)
+
+    def take_target(ranks: int, task: ScriptTask) -> None:
         decided, batch, example = task.example()
         precision = "fp32" if decided.precision == "auto" else decided.precision
         decided = decided.model_copy(update={"precision": precision})
@@ -265,29 +267,5 @@ def _of_script(
             )
         )
 
-    with _as_script(path):
-        # Any name but __main__ skips the part of the script that starts a run.
-        main = runpy.run_path(str(path), run_name="inspected").get(function)
-        if not callable(main):
-            raise ConfigError(
-                f"{path} has no function {function}, which nanoray.launch would call; name it with "
-                "--function"
-            )
-        call_until_fit(main, config, loaded.given, ranks, take_target)
+    run_until_launch(str(path), arguments, call_main)
     return found[0]
-
-
-@contextmanager
-def _as_script(path: Path) -> Iterator[None]:
-    """Let a script see the modules and the arguments that it has as `python SCRIPT.py`."""
-    argv = sys.argv
-    folders = [*sys.path]
-    sys.argv = [str(path)]
-    # Python puts the folder of a script first, so its own modules win over installed ones.
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        yield
-    finally:
-        # The list is restored in place, because other modules may hold a reference to it.
-        sys.argv = argv
-        sys.path[:] = folders

@@ -52,28 +52,21 @@ def figures_of(description: dict[str, Any]) -> dict[str, str]:
     if description["checkpoint"]:
         weights = f"{description['checkpoint']}, step {description['step']}"
 
-    # FLOPs: counted by a pass, if there was one, and by the formula.
+    # Counted by a pass, if there was one
     forward = sum(row["forward_flops"] for row in description["modules"])
     backward = sum(row["backward_flops"] for row in description["modules"])
     counted = "not counted"
     if forward or backward:
         counted = f"{flops(forward)} forward, {flops(backward)} backward, counted"
-    formula = ""
-    if description["flops_by_formula"]:
-        formula = f"; {flops(description['flops_by_formula'])} by the formula of MFU"
-
-    facts = {
+    return {
         "model": f"{description['model']}, {description['parameters']:,} parameters, {description['optimizer']}",
         "weights": weights,
         "ranks": f"{description['ranks']} = {layout}, {description['dp_mode']}",
         "precision": f"{description['precision']} ({description['why_precision']})",
         "batch": f"{batch['micro']} × {batch['accum']} accum × {batch['dp']} dp; what follows is of "
         f"one micro batch, {batch['units']:,} {batch['unit']}",
-        "FLOPs": f"{counted}{formula}",
+        "FLOPs": counted,
     }
-    if description["memory"]:
-        facts["memory"] = description["memory"]
-    return facts
 
 
 # The names of the columns, in the order of the rows below.

@@ -13,14 +13,12 @@ from nanoray.checkpoint.state.optimizers import name_of
 from nanoray.cli.forecast.job import assume_device
 from nanoray.cli.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.cli.forecast.probe import Seen, WatchedPass, probe_on_fakes
-from nanoray.cli.forecast.rank_memory import largest_rank, memory_line
 from nanoray.config.layout import Coords, Layout
 from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
 from nanoray.lab.inspect.owners import Holder, holders_of
 from nanoray.lab.inspect.target import InspectTarget
 from nanoray.machine.script_errors import one_line
-from nanoray.models import costs, resnet_costs
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
 from nanoray.parallel.pieces import Box, Piece
@@ -81,8 +79,6 @@ def dump(target: InspectTarget) -> dict[str, Any]:
         "dp_mode": dp_mode,
         "optimizer": optimizer,
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
-        "flops_by_formula": _flops(target),
-        "memory": _memory(target),
         "modules": modules_of(target, watched),
         "loss_reads": loss_reads,
         "tensors": tensors_of(target, notes),
@@ -100,30 +96,6 @@ def _unit(target: InspectTarget) -> tuple[str, int]:
     if isinstance(target.shape, ResNetShape):
         return "images", 1
     return "samples", 1
-
-
-def _flops(target: InspectTarget) -> int | None:
-    """Return the FLOPs of forward and backward of a micro batch, by the formula of MFU."""
-    if isinstance(target.shape, ModelShape):
-        return target.batch.micro * target.shape.block_size * costs.flops_per_token(target.shape)
-    if isinstance(target.shape, ResNetShape):
-        return target.batch.micro * resnet_costs.flops_per_image(target.shape)
-    return None
-
-
-def _memory(target: InspectTarget) -> str | None:
-    """Return the line of a dry run on the memory of the rank that needs most."""
-    config = target.config
-    batch = target.batch
-    shape = target.shape
-    # There are no formulas for the activations of a script's own model.
-    if not isinstance(shape, ModelShape | ResNetShape):
-        return None
-    device = assume_device(config)
-    stage, parts = largest_rank(config, shape, target.layout, batch, device)
-    line = memory_line(config, batch, device.precision, parts, stage)
-    # The caller writes the label itself.
-    return line.removeprefix("memory").lstrip()
 
 
 def modules_of(target: InspectTarget, watched: WatchedPass | None) -> list[dict[str, Any]]:

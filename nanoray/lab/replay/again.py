@@ -1,44 +1,40 @@
-"""Re-enact steps of a run from a checkpoint: in one process that plays all ranks, or by as many
-local processes.
-"""
+"""Do steps of a run again from a checkpoint, by as many processes on this machine as it had ranks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.config import Config, batch_for, resolve_batch
-from nanoray.config.layout import DIVISIONS, Layout
+from nanoray.config.layout import Layout
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, DataError, NanorayError
-from nanoray.lab.replay.player import OneProcess, Witness
+from nanoray.lab import local_ranks
 from nanoray.lab.replay.recorded import RecordedRun, read_recorded
-from nanoray.machine.atomic import write_json
 from nanoray.machine.interfaces import LOOPBACK
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.rendezvous import open_store
 from nanoray.train.agree import code_hash
-from nanoray.train.elastic import TrainingGroup
 from nanoray.train.hardware import cpu_kernels, hardware
-from nanoray.train.model import use_products
-from nanoray.train.out_of_memory import Shortage
+from nanoray.train.loop_arm import QUIET
 
-# What a re-enactment does otherwise than its run: it records every step, and leaves out what
-# changes no weight.
-QUIETLY: dict[str, Any] = {
-    "log_every": 1, "hash_every": 1, "eval_every": 0, "target_loss": 0.0, "checkpoint_every": 0, "comm_trace": "off",
-    "precision_stats": "off", "statistics_every": 0, "profile": "", "audit_every": 0,
-    "faults": "", "tensorboard": False, "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
-}  # fmt: skip
+# What a re-enactment does otherwise than its run: it records every step, and leaves out what changes
+# no weight, and what others would see. Of the run's own keys those stay that a step depends on.
+OF_THE_RUN = ("max_steps", "seq_warmup_steps", "on_nan")
+QUIETLY: dict[str, Any] = {key: QUIET[key] for key in QUIET if key not in OF_THE_RUN} | {
+    "log_every": 1,
+    "hash_every": 1,
+    "precision_stats": "off",
+    "statistics_every": 0,
+    "audit_every": 0,
+    "checkpoint_mode": "sync",
+}
 
 
 def start_before(run: RecordedRun, step: int) -> int:
@@ -63,44 +59,17 @@ def start_before(run: RecordedRun, step: int) -> int:
     return max(starts)
 
 
-def refuse(run: RecordedRun, steps: range) -> None:
-    """Raise ConfigError when one process cannot play the ranks of a run in these steps."""
-    for group in _groups(run, steps):
-        config = group["config"]
-        what = ""
-        if config["model"] != "gpt":
-            # Batch statistics and loaders of each rank are state as well
-            what = f"model = {config['model']}"
-        elif group["ranks"] > 1:
-            # Older runs have not recorded all of these.
-            cut = [f"{axis} = {config[axis]}" for axis in DIVISIONS if config.get(axis, 1) > 1]
-            if config["grad_compress"] != "none":
-                cut.append(f"grad_compress = {config['grad_compress']}")
-            if config["fsdp_gather"] != "fp32":
-                cut.append(f"fsdp_gather = {config['fsdp_gather']}")
-            what = " and ".join(cut)
-        if config["model"] == "own":
-            raise ConfigError(
-                f"{what}: a script brings the model, so only that script can do its steps again"
-            )
-        if what:
-            raise ConfigError(
-                f"{what}: one process cannot play {group['ranks']} rank(s) of it; add --processes: "
-                "it does the steps again with as many local ranks as the run had"
-            )
-
-
-def doubts(run: RecordedRun, steps: range, processes: bool) -> list[str]:
+def doubts(run: RecordedRun, steps: range) -> list[str]:
     """Return why a re-enactment here may differ from the run in its last bits.
 
     Empty if equal bits are promised.
     """
     found = []
     for group in _groups(run, steps):
-        config, ranks = Config(**group["config"]), group["ranks"]
-        device = _device(group)
+        on_gpu = group["device"] == "cuda" and torch.cuda.is_available()
+        device = torch.device("cuda:0" if on_gpu else "cpu")
         here = {
-            "hardware": hardware(_mesh(device)),
+            "hardware": hardware(Mesh(0, 1, 0, device, "none", "of this machine")),
             "kernels": cpu_kernels(),
             "torch": str(torch.__version__),
             "code": code_hash(),
@@ -110,33 +79,27 @@ def doubts(run: RecordedRun, steps: range, processes: bool) -> list[str]:
             for key, value in here.items()
             if group[key] != value
         ]
-        if ranks > 1 and not processes:
-            # Two numbers have one sum in any order; three or more do not.
-            if ranks > 2 and config.dp_mode == "ddp":
-                found.append(
-                    f"{ranks} ranks of dp_mode ddp, whose sums follow the backend's order "
-                    "(--processes has it)"
-                )
-            if config.dp_mode == "fsdp" and (config.optimizer != "sgd" or config.momentum):
-                found.append(
-                    f"fsdp with {config.optimizer}, whose kernel rounds the end of a slice "
-                    "otherwise"
-                )
     return [*dict.fromkeys(found)]
 
 
-def reenact(
-    run: RecordedRun,
-    start: int,
-    last: int,
-    folder: Path,
-    processes: bool = False,
-    witness: Witness | None = None,
-) -> RecordedRun:
+def reenact(run: RecordedRun, start: int, last: int, folder: Path) -> RecordedRun:
     """Do the steps after `start` up to `last` again in `folder`, and return their records.
 
     `start` is 0, or the step of a checkpoint. Raises NanorayError.
     """
+    config = run.spec.config
+    if config.model == "own":
+        raise ConfigError(
+            "model = own: a script brings the model, so only that script can do its steps again"
+        )
+    # Other tokens would give another loss, which would look like an error of the machine.
+    data = run.spec.dataset
+    if data.path.exists():
+        verify(data)
+    elif prepare(config).tokens_sha256 != data.tokens_sha256:
+        raise DataError(
+            f"the tokens of {config.dataset} are no longer those of the run; put the old file back"
+        )
     source = run.checkpoints.get(start) or (run.origin if start else None)
     found: RecordedRun | None = None
     for group in _groups(run, range(start + 1, last + 1)):
@@ -149,8 +112,7 @@ def reenact(
         )
         into = folder / f"from_{found.last if found else start}"
         into.mkdir(parents=True, exist_ok=True)
-        play = _by_processes if processes else _in_one_process
-        newest = read_recorded(play(run.spec, config, group, source, into, witness))
+        newest = read_recorded(_train(config, group, source, into))
         if found:
             # Each part has a folder of its own, so the result is merged part by part.
             newest.records = found.records | newest.records
@@ -170,65 +132,8 @@ def _groups(run: RecordedRun, steps: range) -> list[dict[str, Any]]:
     return groups
 
 
-def _device(group: dict[str, Any]) -> torch.device:
-    if group["device"] == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda:0")
-    return torch.device("cpu")
-
-
-def _mesh(device: torch.device) -> Mesh:
-    return Mesh(0, 1, 0, device, "none", "one process plays all ranks")
-
-
-def _in_one_process(
-    spec: RunSpec,
-    config: Config,
-    group: dict[str, Any],
-    source: Path | None,
-    folder: Path,
-    witness: Witness | None,
-) -> Path:
-    data = spec.dataset
-    # Other tokens would give another loss, which would look like an error of the machine.
-    if data.path.exists():
-        verify(data)
-    elif prepare(config).tokens_sha256 != data.tokens_sha256:
-        raise DataError(
-            f"the tokens of {config.dataset} are no longer those of the run; put the old file back"
-        )
-    # The number of threads changes the order of sums on a CPU, and thus the last bits.
-    torch.set_num_threads(group["threads"])
-    mesh = _mesh(_device(group))
-    # Gradients of several ranks lie side by side
-    config = config.model_copy(update={"compile": bool(config.compile)})
-    use_products(mesh.device, config.precision)
-    spec = replace(
-        spec, config=config, folder=folder, started=time.time(), resume=str(source or ""), attempt=0
-    )
-    # No driver runs here, so nothing else makes these folders.
-    for name in ("checkpoints", "logs"):
-        (folder / name).mkdir(exist_ok=True)
-    write_json(folder / "run.json", spec.to_dict())
-    write_attempt(spec)
-    fitted = Shortage(group["limit"])
-    players = TrainingGroup(spec, mesh, memory=fitted)
-    recipe = OneProcess(players, group, witness)
-    recipe.observers.open(0, 0)
-    try:
-        recipe.build(players).fit()
-    finally:
-        recipe.close()
-    return folder
-
-
-def _by_processes(
-    spec: RunSpec,
-    config: Config,
-    group: dict[str, Any],
-    source: Path | None,
-    folder: Path,
-    witness: Witness | None,
-) -> Path:
+def _train(config: Config, group: dict[str, Any], source: Path | None, folder: Path) -> Path:
+    """Train from `source` as a group of ranks did; return the folder of that run."""
     # The configuration of the run, with what was derived when it ran.
     ranks = group["ranks"]
     slots = group["slots"]
@@ -252,25 +157,20 @@ def _by_processes(
     (folder / "config.json").write_text(config_json, encoding="utf-8")
 
     # The ranks meet as under torchrun, in a store of this process.
-    store = open_store(LOOPBACK, ranks, config.init_timeout_s) if ranks > 1 else None
+    store = open_store(LOOPBACK, ranks, config.init_timeout_s)
     command = [sys.executable, "-m", "nanoray.train", "--config", str(folder / "config.json")]
-    world: dict[str, str] = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    if store:
-        world |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(ranks):
-            own = {}
-            if store:
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | world
+        for rank, variables in enumerate(local_ranks.variables_of_ranks(store, ranks)):
             with (folder / f"rank{rank}.txt").open("w", encoding="utf-8") as file:
-                started.append(
-                    subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file)
+                process = local_ranks.start_process(
+                    command,
+                    env=os.environ | variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
                 )
+            started.append(process)
         codes = [process.wait() for process in started]
     finally:
         for process in started:

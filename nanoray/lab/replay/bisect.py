@@ -3,7 +3,7 @@
 Differences of configuration and machine are listed first. Then the first step whose records or
 hashes differ, and the checkpoints of both runs: which tensors, and how many of their elements.
 Without B, A is compared with its re-enactment, from its start or oldest checkpoint on, from one
-checkpoint to the next, until something differs: all of A's compute, in one process. Exit code 1:
+checkpoint to the next, until something differs: all of A's compute, on this machine. Exit code 1:
 they differ.
 """
 
@@ -16,21 +16,20 @@ from pathlib import Path
 
 from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
 from nanoray.errors import ConfigError
-from nanoray.lab.replay.again import doubts, reenact, refuse
+from nanoray.lab.replay.again import doubts, reenact
 from nanoray.lab.replay.recorded import (
     Difference,
     RecordedRun,
     compared,
     differences,
     format_difference,
-    matters,
     read_recorded,
     tensors_apart,
 )
 
 # Where it ran, and as what
 NOT_OF_RUN = ("out_dir", "data_dir", "name", "resume", "stop_at", "workers", "kube")
-SHOWN = 5  # tensors of a checkpoint that are listed
+SHOWN = 5  # tensors that are listed
 
 
 def make_parser() -> Parser:
@@ -47,11 +46,6 @@ def make_parser() -> Parser:
     parser.add_argument(
         "b", type=Path, nargs="?", metavar="B", help="folder of another run [A's re-enactment]"
     )
-    parser.add_argument(
-        "--processes",
-        action="store_true",
-        help="without B: use as many local ranks as A had, over gloo",
-    )
     return parser
 
 
@@ -64,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     a = read_recorded(find_run_folder(args.a))
     if args.b:
         return _two(a, read_recorded(find_run_folder(args.b)))
-    return _one(a, args.processes)
+    return _one(a)
 
 
 def _two(a: RecordedRun, b: RecordedRun) -> int:
@@ -74,18 +68,13 @@ def _two(a: RecordedRun, b: RecordedRun) -> int:
         or "setup    both runs have one configuration, on the same kind of machine"
     )
     last = min(a.last, b.last)
-    # Two ranks give the same sum in any order; more ranks need the same backend as well.
-    sums = {
-        (group["ranks"], group["backend"]) for run in (a, b) for group in run.state_hashes.groups
-    }
-    exact = len(sums) == 1 or max(ranks for ranks, _ in sums) <= 2
-    wrong = [d for d in differences(a, b, range(1, last + 1)) if matters(d, False, exact)]
+    wrong = [*differences(a, b, range(1, last + 1))]
     # Only checkpoints that both runs still have can be compared bit by bit.
     both = sorted(a.checkpoints.keys() & b.checkpoints.keys())
     return _report(a, b, range(1, last + 1), wrong, both)
 
 
-def _one(run: RecordedRun, processes: bool) -> int:
+def _one(run: RecordedRun) -> int:
     """Compare a run with its re-enactment, from one checkpoint to the next."""
     starts = sorted(run.starts)
     if not starts or starts[0] >= run.last:
@@ -93,9 +82,7 @@ def _one(run: RecordedRun, processes: bool) -> int:
             f"{run.folder} has no checkpoint before its last step {run.last}; train with more of "
             "them"
         )
-    if not processes:
-        refuse(run, range(starts[0] + 1, run.last + 1))
-    unsure = doubts(run, range(starts[0] + 1, run.last + 1), processes)
+    unsure = doubts(run, range(starts[0] + 1, run.last + 1))
     if unsure:
         raise ConfigError(
             f"a re-enactment here cannot tell: {'; '.join(unsure)}; give two runs to compare"
@@ -107,9 +94,8 @@ def _one(run: RecordedRun, processes: bool) -> int:
             if not steps:
                 continue
             print(f"again    steps {steps[0]} to {end}", flush=True)
-            again = reenact(run, start, end, Path(folder, str(start)), processes)
-            exact = processes or run.group_of(end)["ranks"] <= 2
-            wrong = [d for d in differences(run, again, steps) if matters(d, False, exact)]
+            again = reenact(run, start, end, Path(folder, str(start)))
+            wrong = [*differences(run, again, steps)]
             both = [end] if end in run.checkpoints else []
             if _report(run, again, steps, wrong, both):
                 return 1
@@ -158,9 +144,10 @@ def _report(
         hashes = [d for d in at if d.what.startswith("hash of ")]
         print("\n".join(f"           {format_difference(d)}" for d in at if d not in hashes))
         if hashes:
-            print(f"           hashes of {len(hashes)} of {compared(a, b, at[0].step)[1]} tensors")
+            names = ", ".join(d.what.removeprefix("hash of ") for d in hashes[:SHOWN])
+            count = compared(a, b, at[0].step)[1]
+            print(f"           hashes of {len(hashes)} of {count} tensors: {names}")
         print(f"rank     {_rank(a, b, at)}")
-        print(f"tensor   {_tensor(at, apart, compared(a, b, at[0].step)[1])}")
     if apart:
         print(
             f"         checkpoint of step {step}: {len(apart)} of {count} tensors differ, the "
@@ -202,22 +189,6 @@ def _rank(a: RecordedRun, b: RecordedRun, at: list[Difference]) -> str:
             return f"{_list(apart)}: its state is not that of the run's other ranks"
         return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"
     return "unknown: neither losses nor hashes of single ranks are there for this step; train with --hash_every 1"
-
-
-def _tensor(at: list[Difference], apart: list[str], tensors: int) -> str:
-    """Name the tensor of the first difference."""
-    for d in at:
-        if d.tensor:
-            return f"{d.tensor}: rank {d.rank} has another one than other ranks of {d.ours}"
-    hashes = [d.what.removeprefix("hash of ") for d in at if d.what.startswith("hash of ")]
-    # If all hashes differ they do not point at a tensor, and the checkpoint is the better hint.
-    if hashes and len(hashes) < tensors:
-        return ", ".join(hashes[:SHOWN])
-    if apart:
-        return f"{apart[0].partition(':')[0]}, which is the furthest apart in the checkpoint below"
-    if hashes:
-        return "unknown: all differ, as after an update with other gradients"
-    return "unknown: no hash and no checkpoint of it"
 
 
 def _list(ranks: Sequence[int | None]) -> str:

@@ -24,9 +24,6 @@ GIVEN = {
     "train/lr": "learning rate",
 }
 COMPUTED = {"train/loss": "loss", "train/grad_norm": "gradient norm"}
-LAST_BITS = 1e-6  # relative
-# Relative, where equal bits are not promised
-LIMITS = {"loss": 1e-4, "own loss": 1e-4, "gradient norm": 1e-2}
 
 
 class Difference(NamedTuple):
@@ -127,7 +124,8 @@ def differences(ours: RecordedRun, theirs: RecordedRun, steps: range) -> Iterato
         # Values that both runs have recorded.
         others = theirs.values(step)
         for name, value in ours.values(step).items():
-            if name in others and value != others[name]:
+            # As text: a loss that is not a number equals itself.
+            if name in others and repr(value) != repr(others[name]):
                 rank = int(name.rpartition(" ")[2]) if name.startswith("own loss") else None
                 yield Difference(step, name, value, others[name], rank)
 
@@ -151,23 +149,6 @@ def format_difference(d: Difference) -> str:
     if d.tensor:
         return f"{d.tensor} of rank {d.rank} is not that of the other ranks of {d.ours}"
     return f"{d.what}: {d.ours!r} and {d.theirs!r}"
-
-
-def matters(d: Difference, unsure: bool, exact_loss: bool) -> bool:
-    """Return whether a difference is larger than it may be.
-
-    `exact_loss`: False for three ranks and more, whose mean loss depends on the backend's order.
-    """
-    kind = "own loss" if d.what.startswith("own loss") else d.what
-    # Hashes and counts have no distance: they are equal, or they are not.
-    if not isinstance(d.ours, float) or not isinstance(d.theirs, float):
-        return not (unsure and d.what.startswith("hash"))
-    limit = 0.0
-    if unsure:
-        limit = LIMITS.get(kind, 0.0)
-    elif kind == "loss" and not exact_loss:
-        limit = LAST_BITS
-    return abs(d.ours - d.theirs) > limit * abs(d.theirs)
 
 
 def compared(ours: RecordedRun, theirs: RecordedRun, step: int) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import time
@@ -10,18 +9,15 @@ from pathlib import Path
 
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.errors import ConfigError
-from nanoray.lab.tune.command import BUDGET_S, require_words, start
-from nanoray.lab.tune.program import Tuning
-from nanoray.lab.tune.request import KNOB_NAMES, MAY
+from nanoray.lab.tune.command import BUDGET_S, start
 
 PAGE = Page(
     "Find the fastest way to train a recipe here: real steps of many settings, side by side. Losses "
     "stay as they are, up to rounding.",
     (
         ("{prog} shakespeare-cpu", "on the ranks that `python -m nanoray.launch` would take"),
-        ("{prog} gpt2-124m --workers 8 --budget 10m", "also how eight ranks share the work"),
-        ("{prog} my.yaml --may precision,masks", "also what changes the losses"),
-        ("{prog} my.yaml --micro_batch_size auto", "the micro batch alone"),
+        ("{prog} gpt2-124m --workers 8 --budget_s 600", "also how eight ranks share the work"),
+        ("{prog} my.yaml --only micro_batch,threads", "these settings alone"),
         (
             "python -m nanoray.launch --config runs/..._tune-gpt2-124m/tuned.yaml",
             "train with what was found",
@@ -31,9 +27,9 @@ PAGE = Page(
         (
             "of the search",
             (
-                ("--budget 5m", "when to stop: seconds, or with s, m or h [5m]"),
-                ("--may A,B", f"what else may change: {', '.join(MAY)} [nothing]"),
-                ("--leave A,B", f"what stays as it is, of {', '.join(KNOB_NAMES)}"),
+                ("--budget_s N", f"when to stop, in seconds [{BUDGET_S:g}]"),
+                ("--only A,B", "what may change, as docs/tune.md names it [all of it]"),
+                ("--may_differ", "also with other masks of dropout, or statistics of batch norms"),
                 ("--write FILE", "copy tuned.yaml to a file"),
             ),
         ),
@@ -42,7 +38,6 @@ PAGE = Page(
     more="RECIPE is a preset or a YAML file. The flags of a run, such as --workers, are those of "
     "`python -m nanoray.launch`; --help all prints them.",
 )
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,19 +50,23 @@ def _run(argv: list[str]) -> int:
     started = time.time()
     prog = name_program("tune")
     own = Parser(prog, add_help=False, allow_abbrev=False)
-    own.add_argument("--budget", default=f"{BUDGET_S:g}")
-    own.add_argument("--may", default="")
-    own.add_argument("--leave", default="")
+    own.add_argument("--budget_s", type=float, default=BUDGET_S)
+    own.add_argument("--only", default="")
+    own.add_argument("--may_differ", action="store_true")
     own.add_argument("--write", type=Path)
     args, flags = own.parse_known_args(argv)
-    budget_s = seconds_of(args.budget)
-    may, leave = (tuple(filter(None, text.split(","))) for text in (args.may, args.leave))
-    require_words("may", may, MAY)
-    require_words("leave", leave, KNOB_NAMES)
-
     loaded = parse_args(with_recipe(flags), prog, PAGE)
-    program = Tuning(loaded.config.name.removeprefix("tune-"), budget_s, may, leave)
-    code, folder = start(loaded, started, program)
+
+    # Imported late: --help must not wait for torch.
+    from nanoray.lab.tune.knobs import KNOBS
+    from nanoray.lab.tune.program import Tuning
+
+    only = args.only.split(",") if args.only else KNOBS
+    for name in only:
+        if name not in KNOBS:
+            raise ConfigError(f"only = {name} is unknown; known: {', '.join(KNOBS)}")
+    label = loaded.config.name.removeprefix("tune-")
+    code, folder = start(loaded, started, Tuning(label, args.budget_s, args.may_differ, only))
     if args.write and not code:
         shutil.copyfile(folder / "tuned.yaml", args.write)
     return code
@@ -79,14 +78,6 @@ def with_recipe(flags: list[str]) -> list[str]:
         return flags
     is_file = Path(flags[0]).suffix in (".yaml", ".yml", ".json")
     return ["--config" if is_file else "--preset", *flags]
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds of a budget such as 90, 90s, 5m or 1h. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    if not match or not float(match[1]) > 0:
-        raise ConfigError(f"budget = {text} is no time; give 90s, 5m or 1h")
-    return float(match[1]) * UNITS[match[2]]
 
 
 if __name__ == "__main__":

@@ -4,62 +4,51 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoray.cli import Loaded
 from nanoray.errors import ConfigError, WorkerFailed
-from nanoray.lab.tune.program import Tuning
-from nanoray.lab.tune.request import MAY
 from nanoray.launch.from_script import refuse_both
 from nanoray.machine.atomic import read_json
 from nanoray.machine.launchers import place_of
 from nanoray.script.settings import loaded_of, refuse_while_spawned
+
+if TYPE_CHECKING:
+    from nanoray.lab.tune.program import Tuning
 
 BUDGET_S = 300.0
 # A search is a run of another kind: it draws nothing, and is never resumed
 OF_A_SEARCH = {"tensorboard": False, "track": "none", "resume": "none", "faults": ""}
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """What a search has found."""
-
-    settings: dict[str, Any]
-    """keys of the configuration to set, as users write them; {} where nothing is faster"""
-
-    speedup: float
-    """how many times as fast as the present setting, the median of turns that measured both; 1.0
-    where nothing is faster"""
-
-    folder: Path
-    """the folder of the search: tuned.yaml, and tune.jsonl with every block"""
-
-
 def tune(
     main: Callable[[Any], Any],
     config: Mapping[str, Any] | None = None,
     budget_s: float = 300.0,
-    may: Sequence[str] = (),
+    may_differ: bool = False,
     ray: bool = True,
-) -> Tuned:
+) -> dict[str, Any]:
     """Find the fastest settings for the model of `main(run)`, with the same result.
 
     `main`, `config` and `ray` are those of nanoray.launch. `main` is called up to its `fit` for
     each block of steps that is measured. `budget_s`: the seconds after which the best one so
-    far counts. `may`: what else may change, of masks, norms, precision and compression. Returns
-    a Tuned: its `settings` go into the configuration of nanoray.launch. Raises NanorayError.
+    far counts. `may_differ`: also another micro batch, with which a model that draws random
+    numbers or has batch norms has other losses. Returns the keys to set in the configuration of
+    nanoray.launch; {} where nothing is faster. Raises NanorayError.
     """
+    from nanoray.lab.tune.program import Tuning
+
     refuse_while_spawned()
     loaded = loaded_of(config or {})
-    require_words("may", may, MAY)
-    program = Tuning(loaded.config.name, budget_s, tuple(may), main=main, given=loaded.given)
+    label = loaded.config.name
+    program = Tuning(label, budget_s, may_differ, main=main, given=loaded.given)
     code, folder = start(loaded, time.time(), program, ray)
     if code:
         raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why")
-    return Tuned(**read_json(folder / "tune.json"), folder=folder)
+    found: dict[str, Any] = read_json(folder / "tune.json")["settings"]
+    return found
 
 
 def start(loaded: Loaded, started: float, program: Tuning, ray: bool = True) -> tuple[int, Path]:
@@ -90,10 +79,3 @@ def start(loaded: Loaded, started: float, program: Tuning, ray: bool = True) -> 
     records = Path(out_dir).glob("*_tune-*/run.json")
     ours = [path.parent for path in records if read_json(path).get("started") == started]
     return code, ours[0] if ours else Path()
-
-
-def require_words(key: str, words: Sequence[str], known: Sequence[str] | Mapping[str, str]) -> None:
-    """Raise ConfigError for a word of --may or --leave that is unknown."""
-    for word in words:
-        if word not in known:
-            raise ConfigError(f"{key} = {word} is unknown; known: {', '.join(known)}")

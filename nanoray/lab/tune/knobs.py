@@ -1,8 +1,8 @@
 """What a search may change: a list of knobs, each with the values that it offers here.
 
-A knob is one entry of KNOBS: data. Without --may a search takes only what leaves the result of a run
-as it is, up to rounding: the batch of a step, its samples and their order never change. What does
-not go together is refused by the configuration's table of conflicts.
+A knob is one entry of KNOBS: data. The batch of a step, its samples and their order never change, so
+the result of a run stays as it is, up to rounding. What does not go together is refused by the
+configuration's table of conflicts.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ from typing import Any
 
 from nanoray.cli.forecast.job import Job
 from nanoray.cli.forecast.layouts import candidates, refusal
-from nanoray.cli.forecast.parallelisms.record import divisors
 from nanoray.cli.forecast.rank_memory import memory_of
 from nanoray.config import Config, micro_batches, resolve_batch
 from nanoray.config.choose import cannot_compile
 from nanoray.config.conflicts import first
 from nanoray.config.layout import Layout
 from nanoray.config.load import make_config
-from nanoray.config.mesh import AXES, SHARDS_STATE
+from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError
-from nanoray.lab.tune.request import COMPRESSION, MASKS, NORMS, PRECISION
 
-BATCH = ("global_batch_size", "micro_batch_size", "grad_accum_steps")
-ALWAYS = frozenset({PRECISION, COMPRESSION})
 Choice = tuple[tuple[str, Any], ...]  # sorted keys and values: what is not as it is now
 
 
@@ -34,13 +30,14 @@ Choice = tuple[tuple[str, Any], ...]  # sorted keys and values: what is not as i
 class TunedRun:
     """What is tuned, and where."""
 
-    config: Config  # as it would train now, with what the devices decide
+    # As it would train now, with what the devices decide: micro batch, threads, kernels
+    config: Config
     ranks: int
     device: str  # cpu or cuda
-    threads: int  # of a rank now
     cores: int  # that a rank may have: an equal share of its node's
-    in_batches: bool = False  # a script's data come in batches, each a micro batch
-    matters: frozenset[str] = ALWAYS  # words of --may that mean something for this model
+    keeps_micro_batch: bool = False  # a script's data come in batches, each a micro batch
+    # Its result may follow from the micro batch and the kernels: dropout, batch norms
+    draws: bool = False
     job: Job | None = None  # of a gpt: what formulas know
 
     @property
@@ -53,173 +50,116 @@ class TunedRun:
         return self.layout.size_of("dp_cp")
 
 
-Values = Iterable[tuple[Any, ...]]
+Settings = dict[str, Any]
+Values = Callable[[TunedRun], Iterable[Settings]]
 
 
-@dataclass(frozen=True)
-class Knob:
-    """One thing that can be set otherwise."""
-
-    name: str
-    keys: tuple[str, ...]
-    values: Callable[[TunedRun], Values]  # a value for each of the keys
-    changes: tuple[str, ...] = ()  # what it may change in the result beyond rounding, words of MAY
-
-    def changes_here(self, here: TunedRun) -> set[str]:
-        """Return what it changes in the result of this run."""
-        return set(here.matters.intersection(self.changes))
-
-    def choices(self, here: TunedRun) -> list[Choice]:
-        """Return what is another setting than the present one, and goes together with the others."""
-        found = []
-        for values in self.values(here):
-            choice = with_settings(here, (), zip(self.keys, values, strict=True))
-            with suppress(ConfigError):
-                configured(here, choice)
-                found.append(choice)
-        return [choice for choice in dict.fromkeys(found) if choice]
-
-
-def each(*values: Any) -> Callable[[TunedRun], Values]:
+def each(key: str, *values: Any) -> Values:
     """Return what offers each of these values of one key."""
-    return lambda here: [(value,) for value in values]
+    return lambda here: [{key: value} for value in values]
 
 
-def _micro_batches(here: TunedRun) -> Values:
+def _micro_batches(here: TunedRun) -> Iterable[Settings]:
     """Offer a rank's whole share of a step and what divides it, each at most half of the one above.
 
     Accumulation follows from the micro batch.
     """
-    if here.in_batches:
+    if here.keeps_micro_batch:
         return
     batch = resolve_batch(here.config, here.layout.dp)
     share = batch.micro * batch.accum
     most = share
     for micro in reversed(micro_batches(here.config, share)):
-        if micro > most:
-            continue
-        most = micro // 2
-        if micro != batch.micro:
-            yield (batch.global_size, micro, 0)
+        if micro <= most:
+            most = micro // 2
+            yield {"micro_batch_size": micro}
 
 
-def _threads(here: TunedRun) -> Values:
+def _threads(here: TunedRun) -> Iterable[Settings]:
     """Offer 1, 2, 4, ... threads, and as many as a rank may have."""
     if here.device == "cpu":
         doubled = [1 << n for n in range(here.cores.bit_length()) if 1 << n < here.cores]
         for count in (*doubled, here.cores):
-            yield (float(count),)
+            yield {"cpus_per_worker": float(count)}
 
 
-def _modes(here: TunedRun) -> Values:
+def _modes(here: TunedRun) -> Iterable[Settings]:
     if here.data_ranks > 1:
         for mode in ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"):
-            yield (mode, "full")
-        yield ("fsdp", "grad_op")
+            yield {"dp_mode": mode, "fsdp_reshard": "full"}
+        yield {"dp_mode": "fsdp", "fsdp_reshard": "grad_op"}
 
 
-def _buckets(here: TunedRun) -> Values:
+def _buckets(here: TunedRun) -> Iterable[Settings]:
     if here.data_ranks > 1:
         for size in (1.0, 2.0, 8.0, 25.0, 100.0):
-            yield (size,)
+            yield {"bucket_mb": size}
 
 
-def _layouts(here: TunedRun) -> Values:
+def _layouts(here: TunedRun) -> Iterable[Settings]:
     """Offer each way to divide the ranks for which every parallelism has a size."""
     if here.job is None or here.ranks == 1:
         return
     for layout in candidates(here.job, here.ranks):
         if not refusal(here.job, layout):
+            axes = {axis.key: getattr(layout, axis.key) for axis in AXES}
             # torch's DDP has neither pipelines nor experts on several ranks.
-            yield (*(getattr(layout, axis.key) for axis in AXES), here.job.mode(layout))
+            yield axes | {"dp_mode": here.job.mode(layout)}
 
 
-def _replicas(here: TunedRun) -> Values:
-    if here.config.dp_mode in SHARDS_STATE:
-        for groups in divisors(here.layout.dp)[:-1]:
-            yield (groups,)
-
-
-def _schedules(here: TunedRun) -> Values:
-    if here.config.pp > 1:
-        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
-            yield (schedule,)
-
-
-def _formats(here: TunedRun) -> Values:
-    on_gpus = ("tf32", "fp16", "fp8") if here.device == "cuda" else ()
-    return [(form,) for form in ("fp32", "bf16", *on_gpus)]
-
-
-def _compiled(here: TunedRun) -> Values:
+def _compiled(here: TunedRun) -> Iterable[Settings]:
     if cannot_compile(here.device) is None:
         for value in (False, True, "cuda_graphs"):
-            yield (value,)
+            yield {"compile": value}
 
 
 # A search tries them in this order. Compiling is last, because a block of it takes longest.
-KNOBS = (
-    Knob("micro_batch", BATCH, _micro_batches, (NORMS, MASKS)),
-    Knob("attention", ("attention",), each("flash", "plain", "cudnn"), (MASKS,)),
-    Knob("loss_chunk", ("loss_chunk",), each(0, 256, 1024, 4096)),
-    Knob("checkpointing", ("activation_checkpointing",), each("none", "selective", "block")),
-    Knob("threads", ("cpus_per_worker",), _threads),
-    Knob("dp_mode", ("dp_mode", "fsdp_reshard"), _modes),
-    Knob("buckets", ("bucket_mb",), _buckets),
-    Knob("allreduce", ("allreduce",), each("backend", "ring", "double_tree", "halving_doubling")),
-    Knob("layout", (*(axis.key for axis in AXES), "dp_mode"), _layouts, (MASKS,)),
-    Knob("replicas", ("replicas",), _replicas),
-    Knob("pipeline", ("pp_schedule",), _schedules),
-    Knob("context", ("cp_attention",), each("ring", "all_gather")),
-    Knob("tensor", ("sequence_parallel",), each(False, True)),
-    Knob("precision", ("precision",), _formats, (PRECISION,)),
-    Knob("compression", ("grad_compress",), each("none", "bf16", "fp16"), (COMPRESSION,)),
-    Knob("compile", ("compile",), _compiled, (MASKS,)),
-)
+KNOBS: dict[str, Values] = {
+    "micro_batch": _micro_batches,
+    "attention": each("attention", "flash", "plain", "cudnn"),
+    "loss_chunk": each("loss_chunk", 0, 256, 1024, 4096),
+    "checkpointing": each("activation_checkpointing", "none", "selective", "block"),
+    "threads": _threads,
+    "dp_mode": _modes,
+    "buckets": _buckets,
+    "layout": _layouts,
+    "schedule": each("pp_schedule", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "compile": _compiled,
+}
+# Dropout draws other masks with another value of these, and batch norms have other statistics
+DRAWS = {"micro_batch_size", "attention", "compile", *(axis.key for axis in AXES)}
 
 
-def options(here: TunedRun, may: Collection[str], leave: Collection[str] = ()) -> dict[Choice, str]:
-    """Return each choice of one knob that a search may try, and the knob's name."""
-    return {
-        choice: knob.name
-        for knob in KNOBS
-        if knob.name not in leave and knob.changes_here(here) <= set(may)
-        for choice in knob.choices(here)
-    }
+def options(
+    here: TunedRun, may_differ: bool, only: Collection[str] = tuple(KNOBS)
+) -> dict[str, list[Choice]]:
+    """Return the choices that a search may try, by knob: each changes that knob alone.
+
+    `may_differ`: also those that may change the result. Values that do not go together with the
+    present setting are none.
+    """
+    found: dict[str, list[Choice]] = {}
+    for name in only:
+        for settings in KNOBS[name](here):
+            choice = with_settings(here, (), settings.items())
+            if choice and (may_differ or not may_change_result(here, choice)):
+                with suppress(ConfigError):
+                    configured(here, choice)
+                    found.setdefault(name, []).append(choice)
+    return found
 
 
 def with_settings(here: TunedRun, choice: Choice, more: Iterable[tuple[str, Any]]) -> Choice:
     """Return a choice with more settings in the place of its own; what is so already is left out."""
     merged = dict(choice) | dict(more)
-    return tuple(sorted(item for item in merged.items() if not _is_now(here, *item)))
+    return tuple(
+        sorted((key, value) for key, value in merged.items() if getattr(here.config, key) != value)
+    )
 
 
-def _is_now(here: TunedRun, key: str, value: Any) -> bool:
-    """Return whether a key has this value now, or one that means the same."""
-    if key in BATCH:
-        return False  # a micro batch is written with all of them
-    if key == "cpus_per_worker":
-        return bool(here.threads == value)
-    if key == "bucket_mb" and here.job is not None:
-        return bool(here.job.bucket_mb == value)
-    return bool(getattr(here.config, key) == value)
-
-
-def changes_of(here: TunedRun, choice: Choice) -> list[str]:
-    """Return what a choice changes in the result beyond rounding, as words of MAY."""
-    keys = {key for key, _ in choice} - {"dp_mode"}
-    words = [knob.changes_here(here) for knob in KNOBS if keys.intersection(knob.keys)]
-    return sorted(set().union(*words))
-
-
-def left_out(here: TunedRun, may: Collection[str]) -> dict[str, list[str]]:
-    """Return the knobs that are left out because of what they would change, by its word of MAY."""
-    reasons: dict[str, list[str]] = {}
-    for knob in KNOBS:
-        for word in knob.changes_here(here) - ALWAYS - set(may):
-            if knob.choices(here):
-                reasons.setdefault(word, []).append(knob.name)
-    return reasons
+def may_change_result(here: TunedRun, choice: Choice) -> bool:
+    """Return whether a choice may change the result beyond rounding."""
+    return here.draws and any(key in DRAWS for key, _ in choice)
 
 
 def configured(here: TunedRun, choice: Choice) -> Config:
@@ -250,11 +190,7 @@ def memory_bytes(here: TunedRun, config: Config) -> int:
 
 def words(choice: Choice) -> str:
     """Write a choice in one line: `attention plain, micro_batch_size 4`."""
-    written = dict(choice)
-    if "micro_batch_size" in written:  # the others only keep the global batch as it is
-        del written["global_batch_size"], written["grad_accum_steps"]
-    texts = [f"{key} {_format_value(value)}" for key, value in written.items()]
-    return ", ".join(texts) or "as it is"
+    return ", ".join(f"{key} {_format_value(value)}" for key, value in choice) or "as it is"
 
 
 def _format_value(value: Any) -> str:

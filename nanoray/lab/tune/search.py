@@ -12,12 +12,14 @@ the machine's speed drifts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from nanoray.errors import ConfigError
 from nanoray.lab.tune.knobs import (
+    KNOBS,
     Choice,
     TunedRun,
     configured,
@@ -35,10 +37,9 @@ STAYING = 2  # of a knob's values: one block says too little to halve further
 PASSES = 3  # over all knobs
 GAIN = 1.02  # from this ratio on a change is worth a place in the settings
 FAR = 1.1  # times as fast as another: that one leaves the race
-HOPELESS = 1.5  # times as slow as the best setting of then: not raced in a later pass
+RACES = 0.65  # of the budget: the rest is for the turns that confirm what was found
 FINAL_TURNS = 12  # of the best and the present setting
 FINAL_S = 0.5  # of steps in a block of these turns
-MARGIN = 0.1  # of a device's memory that stays free
 GB = 1e9
 
 
@@ -48,19 +49,21 @@ class Search:
 
     trials: Trials
     here: TunedRun
-    may: Collection[str]
-    memory: float  # bytes that a rank may take
-    leave: Collection[str] = ()  # knobs that stay as they are
+    budget_s: float
+    may_differ: bool = False  # also settings with other random masks, or statistics of batch norms
+    only: Collection[str] = tuple(KNOBS)  # the knobs that may change
+    say: Callable[[str], None] = print
     best: Choice = ()
+    gain: float = 1.0  # how many times as fast as the present setting the best one is
     ended: str = ""  # why it ended before its end
-    # How many times as fast as the present setting the best one was, in turns of their own
-    verdict: Sequence[float] = ()
 
     def run(self) -> Choice:
         """Search, and return the best choice: () where nothing is faster than the present setting.
 
         Raises ConfigError where the present setting cannot be trained. (all ranks)
         """
+        began = time.monotonic()
+        self.trials.deadline = began + RACES * self.budget_s
         self.trials.next_turn()
         if self.trials.measure((), BLOCK_S) is None:
             raise ConfigError(f"the present setting cannot be trained: {self.trials.refused[()]}")
@@ -68,59 +71,38 @@ class Search:
             self._race_knobs()
         except SearchEnded as error:
             self.ended = str(error)
-
-        # The luckiest of many blocks is not the fastest choice, so turns of its own confirm it.
-        since = self.trials.turn
-        try:
+        # Who stops a search has the best setting so far.
+        if self.best and self.ended != STOPPED:
+            self.trials.deadline = began + self.budget_s
             self._confirm()
-        except SearchEnded as error:
-            self.ended = str(error)
-        self.verdict = self.ratios(self.best, (), since)
-        if not is_faster(self.verdict):
-            self.best = ()
         return self.best
 
     def _race_knobs(self) -> None:
         """Race the values of one knob after another, until nothing gains. (all ranks)"""
-        of_knob: dict[str, list[Choice]] = {}
-        for option, knob in options(self.here, self.may, self.leave).items():
-            of_knob.setdefault(knob, []).append(option)
+        values_of = options(self.here, self.may_differ, self.only)
         raced_beside: dict[str, Choice] = {}  # the best setting after the knob's last race
         for _ in range(PASSES):
-            for knob, found in of_knob.items():
+            for knob, values in values_of.items():
                 if raced_beside.get(knob) != self.best:
-                    of_knob[knob] = self._race(knob, found)
+                    self._race(knob, values)
                     raced_beside[knob] = self.best
 
-    def _race(self, knob: str, values: Sequence[Choice]) -> list[Choice]:
-        """Race the values of a knob beside the best setting, which the winner replaces. (all ranks)
-
-        Returns the values that are worth another race beside other settings.
-        """
-        value_of = {with_settings(self.here, self.best, value): value for value in values}
-        racing = [
-            choice for choice in value_of if choice != self.best and self._is_possible(choice)
-        ]
-        alive = self._run_turn(racing, BLOCK_S)
-        hopeless = {
-            value_of[choice]
-            for choice in racing
-            if 0 < self.ratio(choice, self.best) < 1 / HOPELESS
-        }
-
-        # The models of those that stay are made once for the rest of the race.
+    def _race(self, knob: str, values: Sequence[Choice]) -> None:
+        """Race the values of a knob beside the best setting, which the winner replaces. (all ranks)"""
+        racing = [with_settings(self.here, self.best, value) for value in values]
+        alive = [choice for choice in racing if choice != self.best and self._is_possible(choice)]
         block_s = BLOCK_S
-        with self.trials.kept_open([self.best, *alive], (1 - MARGIN) * self.memory):
-            for _ in range(RACE_TURNS - 1):
-                if not alive:
-                    break
-                block_s = min(LONGEST_S, 1.5 * block_s)
-                alive = self._run_turn(alive, block_s)
-        if alive and self.ratio(alive[0], self.best) >= GAIN:
+        for turn in range(RACE_TURNS):
+            # The models of those that have got through the first turn stay for the rest of the race.
+            alive = self._run_turn(alive, block_s, stay=turn > 0)
+            block_s = min(LONGEST_S, 1.5 * block_s)
+        if not alive:
+            return
+        gain = median(self.ratios(alive[0], self.best))
+        if gain >= GAIN:
             self.best = alive[0]
-            gain = self.ratio(self.best, ())
-            self.trials.say(f"better  {knob}: {words(self.best)}, {gain:.2f} x")
-        return [value for value in values if value not in hopeless]
+            self.gain *= gain
+            self.say(f"better  {knob}: {words(self.best)}, {self.gain:.2f} x")
 
     def _is_possible(self, choice: Choice) -> bool:
         """Return whether a choice can be trained, as far as rules and formulas know; note why not."""
@@ -131,13 +113,13 @@ class Search:
         except ConfigError as error:
             self.trials.refuse(choice, str(error))
             return False
-        if needs > (1 - MARGIN) * self.memory:
-            has = f"a rank has {self.memory / GB:.3g} GB, of which {MARGIN:.0%} stay free"
+        if needs > self.trials.memory:
+            has = f"a rank has {self.trials.memory / GB:.3g} GB"
             self.trials.refuse(choice, f"needs {needs / GB:.3g} GB by formula, and {has}")
             return False
         return True
 
-    def _run_turn(self, choices: Sequence[Choice], block_s: float) -> list[Choice]:
+    def _run_turn(self, choices: Sequence[Choice], block_s: float, stay: bool) -> list[Choice]:
         """Run a block of each choice and of the best setting. (all ranks)
 
         Returns the faster half, the fastest first, and nothing that is far behind.
@@ -145,12 +127,12 @@ class Search:
         if not choices:
             return []
         running = [self.best, *choices]
-        start = self.trials.next_turn() % len(running)
+        start = self.trials.next_turn(running if stay else ()) % len(running)
         for choice in running[start:] + running[:start]:
             self.trials.measure(choice, block_s)
 
         ratios = {
-            choice: self.ratio(choice, self.best)
+            choice: median(self.ratios(choice, self.best) or [0.0])
             for choice in choices
             if choice not in self.trials.refused
         }
@@ -160,19 +142,25 @@ class Search:
         return [choice for choice in half if ratios[choice] > fastest / FAR]
 
     def _confirm(self) -> None:
-        """Measure the best choice beside the present setting once more, in turns. (all ranks)"""
-        if not self.best or self.ended == STOPPED:
-            return
-        self.trials.reserve_s = 0.0
-        with self.trials.kept_open([self.best, ()], (1 - MARGIN) * self.memory):
+        """Measure the best choice beside the present setting once more, in turns. (all ranks)
+
+        The luckiest of many blocks is not the fastest choice. The present setting stays where these
+        turns do not show that the best one is faster.
+        """
+        since = self.trials.turn
+        try:
             for _ in range(FINAL_TURNS):
-                turn = self.trials.next_turn()
+                turn = self.trials.next_turn([self.best, ()])
                 for choice in ([(), self.best], [self.best, ()])[turn % 2]:
                     self.trials.measure(choice, FINAL_S)
-
-    def ratio(self, choice: Choice, other: Choice) -> float:
-        """Return how many times as fast `choice` is as `other`: the median; 0: not measured."""
-        return median(self.ratios(choice, other) or [0.0])
+        except SearchEnded as error:
+            self.ended = str(error)
+        ratios = self.ratios(self.best, (), since)
+        if is_faster(ratios):
+            self.gain = median(ratios)
+        elif self.ended != STOPPED:
+            self.best = ()
+            self.gain = 1.0
 
     def ratios(self, choice: Choice, other: Choice, since: int = 0) -> list[float]:
         """Return how many times as fast `choice` was, in each turn after `since` that has both."""

@@ -2,7 +2,7 @@
 
     measure(choice, seconds)   ─► known already?  ─► its Trial of then
                                ─► all ranks: LoopArm ─► block ─► Trial ─► tune.jsonl (rank 0)
-    kept_open(choices, memory) ─► the arms of these choices stay, so that a block makes none anew
+    next_turn(choices)         ─► the arms of these choices stay, so that a block makes none anew
 
 All ranks search by the same rules and from the same samples, so they agree on what comes next. After
 a lost rank a search asks the same questions again, and gets the answers that the file has.
@@ -14,8 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.errors import NanorayError, OutOfMemory
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
-from nanoray.lab.tune.knobs import Choice, TunedRun, changes_of, configured, words
+from nanoray.lab.tune.knobs import Choice, TunedRun, configured, may_change_result, words
 from nanoray.lab.tune.tuned_model import TunedModel
 from nanoray.machine.atomic import append_line, read_json_lines
 from nanoray.parallel.mesh import Mesh
@@ -36,8 +35,6 @@ from nanoray.train.tasks import Task
 log = logging.getLogger("nanoray.rank")
 FILE = "tune.jsonl"
 STOPPED = "stopped"
-RESERVED = 0.35  # of the budget, for the turns that confirm what was found
-MOST_RESERVED_S = 100.0
 FEWEST_STEPS = 3
 MOST_STEPS = 10_000
 
@@ -63,9 +60,9 @@ class Trials:
     mesh: Mesh
     subject: TunedModel
     here: TunedRun
-    budget_s: float  # from now on
+    memory: float  # bytes that a rank may take
     wanted: Callable[[], Order]
-    say: Callable[[str], None]
+    deadline: float = math.inf  # of time.monotonic(): no block begins after it
     samples: dict[Choice, list[Trial]] = field(default_factory=dict)
     refused: dict[Choice, str] = field(default_factory=dict)
     # What an earlier attempt has measured, until this one comes to it
@@ -73,10 +70,8 @@ class Trials:
     turn: int = 0
 
     def __post_init__(self) -> None:
-        self._open: dict[Choice, LoopArm] = {}  # arms that stay between their blocks
-        self._deadline = time.monotonic() + self.budget_s
-        # Until it is set to 0 the budget ends so much earlier
-        self.reserve_s = min(MOST_RESERVED_S, RESERVED * self.budget_s)
+        self._staying: Sequence[Choice] = ()
+        self._open: dict[Choice, LoopArm] = {}  # arms of those, which stay between their blocks
 
     def read(self) -> None:
         """Take over what this search had measured before it lost a rank. (all ranks)"""
@@ -92,8 +87,21 @@ class Trials:
                 trial = Trial(**line)
                 self.known[choice, trial.turn] = trial
 
-    def next_turn(self) -> int:
-        """Begin a turn: its samples are compared with each other."""
+    def next_turn(self, staying: Sequence[Choice] = ()) -> int:
+        """Begin a turn: its samples are compared with each other. (all ranks)
+
+        The arms of choices that were measured before may stay open after it: to make an arm, and
+        above all to compile it, takes longer than a block of steps. None stays where all of them may
+        need too much memory together, or where a script makes the model, because it may close things.
+        """
+        peaks = [self.samples[choice][-1].peak_bytes for choice in staying]
+        # Captured graphs of several models in one process were never tried.
+        has_graphs = any(configured(self.here, c).compile == "cuda_graphs" for c in staying)
+        if has_graphs or self.subject.main or sum(peaks) > self.memory:
+            staying = ()
+        for choice in [choice for choice in self._open if choice not in staying]:
+            self._open.pop(choice).close()
+        self._staying = staying
         self.turn += 1
         return self.turn
 
@@ -117,7 +125,7 @@ class Trials:
         present = self.samples[()][0].loss if () in self.samples else found.loss
         tolerance = same_loss(self.here.config.precision)
         is_same = math.isclose(found.loss, present, rel_tol=tolerance)
-        if is_same or changes_of(self.here, choice):
+        if is_same or may_change_result(self.here, choice):
             return found
         self.refuse(
             choice, f"its loss is {found.loss:.6g}, and that of the present setting {present:.6g}"
@@ -144,58 +152,35 @@ class Trials:
     def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
         """Train a block of a choice on the ranks of this run. (all ranks)"""
         spec = replace(self.spec, config=config)
-        arm = self._open.get(choice)
+        earlier = self.samples.get(choice)
         try:
-            if arm is None:
-                train = partial(self._train, spec, block_s)
-                block = self.subject.open(spec, train)
+            if earlier and choice in self._open:
+                block = self._open[choice].block(steps_in(block_s, earlier[-1].step_s))
             else:
-                # Its memory contains that of other arms, and its losses are those of later steps.
-                earlier = self.samples[choice][-1]
-                block = arm.block(steps_in(block_s, earlier.step_s))
-                block = block._replace(peak_bytes=earlier.peak_bytes, loss=earlier.loss)
+                block = self.subject.open(spec, partial(self._train, choice, spec, block_s))
         finally:
             free_memory(self.mesh.device)
-        return Trial(self.turn, block.step_s, block.peak_bytes, block.loss)
+        # Beside other arms its memory contains theirs, and later losses are those of other steps.
+        first = earlier[0] if earlier else block
+        return Trial(self.turn, block.step_s, first.peak_bytes, first.loss)
 
-    def _train(self, spec: RunSpec, block_s: float, task: Task) -> BlockCost:
+    def _train(self, choice: Choice, spec: RunSpec, block_s: float, task: Task) -> BlockCost:
         """Train a block on an arm that is made for it. (all ranks)"""
         arm = LoopArm(spec, self.mesh, task)
+        if choice in self._staying:
+            self._open[choice] = arm
         try:
             # The first steps show how long they take.
             first = arm.block(1)
             steps = steps_in(block_s, first.step_s)
             return arm.block(steps, settling=0)._replace(loss=first.loss)
         finally:
-            arm.close()
-
-    @contextmanager
-    def kept_open(self, choices: Sequence[Choice], memory_bytes: float) -> Iterator[None]:
-        """Keep the arms of these choices open meanwhile. (all ranks)
-
-        To make an arm, and above all to compile it, takes longer than a block of steps. The arms are
-        made for each block nevertheless where all of them may need more than `memory_bytes`
-        together.
-        """
-        configs = {choice: configured(self.here, choice) for choice in choices}
-        peaks = [self.samples[choice][-1].peak_bytes for choice in choices]
-        # Captured graphs of several models in one process were never tried.
-        has_graphs = any(config.compile == "cuda_graphs" for config in configs.values())
-        if has_graphs or not self.subject.keeps_tasks or sum(peaks) > memory_bytes:
-            yield
-            return
-        with ExitStack() as stack:
-            stack.callback(self._open.clear)
-            for choice, config in configs.items():
-                spec = replace(self.spec, config=config)
-                arm = self.subject.open(spec, partial(LoopArm, spec, self.mesh))
-                stack.callback(arm.close)
-                self._open[choice] = arm
-            yield
+            if choice not in self._open:
+                arm.close()
 
     def _require_time(self) -> None:
         """Raise SearchEnded where the budget is spent, or any rank shall stop. (all ranks)"""
-        late = self.mesh.rank == 0 and time.monotonic() >= self._deadline - self.reserve_s
+        late = self.mesh.rank == 0 and time.monotonic() >= self.deadline
         orders = self.mesh.all_gather((late, int(self.wanted())))
         if any(order >= Order.STOP for _, order in orders):
             raise SearchEnded(STOPPED)

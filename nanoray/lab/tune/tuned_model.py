@@ -25,11 +25,6 @@ class TunedModel:
     given: frozenset[str]  # keys that the script has set
     rendezvous: Rendezvous
 
-    @property
-    def keeps_tasks(self) -> bool:
-        """Whether a task may still be used when `open` has returned: a script may close things."""
-        return self.main is None
-
     def open(self, spec: RunSpec, use: Callable[[Task], T]) -> T:
         """Make the task of `spec`, and return what `use` returns for it. (all ranks)"""
         if self.main is None:
