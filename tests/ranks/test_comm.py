@@ -18,13 +18,8 @@ from nanoray.checkpoint.resume import newest_rank_states
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
-from nanoray.observe.trace.recorder import (
-    Clock,
-    Collective,
-    account,
-    measure_offsets,
-    queue_starts,
-)
+from nanoray.observe.trace.costs import Collective, account, queue_starts
+from nanoray.observe.trace.recorder import Clock, measure_offsets
 from nanoray.parallel.algorithms import ALGORITHMS
 from nanoray.parallel.mesh import Mesh
 from nanoray.train.report import comm_lines

@@ -126,7 +126,7 @@ def test_the_ledger_of_a_real_run_adds_up(runs: dict[str, Path], name: str) -> N
 def test_a_comparison_marks_each_cell_that_differs(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
     two, one = str(runs["two"]), str(runs["one"])
-    assert main([two, one, two, "--output", str(path)]) == 0
+    assert main(["compare", two, one, two, "--output", str(path)]) == 0
     html = path.read_text(encoding="utf-8")
     row = re.search(r'<th scope="row">lr</th>(.*?)</tr>', html)
     assert row

@@ -18,7 +18,8 @@ from nanoray.bench.harness.rank_pool import RankPool, Where
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.observe.trace.__main__ import main, read_steps
 from nanoray.observe.trace.comm_log import LATE_TIMES, CommLog, Totals, merge
-from nanoray.observe.trace.recorder import ClockOffset, CommRecorder
+from nanoray.observe.trace.costs import ClockOffset
+from nanoray.observe.trace.recorder import CommRecorder
 from nanoray.observe.trace.timeline import chrome_trace
 from nanoray.observe.watch.tracing import Tracing
 from nanoray.parallel.mesh import Mesh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +61,22 @@ def test_a_rank_that_computes_in_a_collective_does_not_move() -> None:
     alone = before._replace(waits=False)
     assert alone._replace(cpu=9.0).is_after(alone)
     assert not alone._replace(cpu=1.1).is_after(alone)
+
+
+def test_the_driver_of_a_traced_program_imports_no_torch(tmp_path: Path) -> None:
+    """It computes what collectives cost from the notes of the ranks: in plain Python."""
+    code = (
+        "import pathlib, sys\n"
+        "from nanoray.launch.program.observed import RunObserver\n"
+        "observer = RunObserver(pathlib.Path(sys.argv[1]), traced=True)\n"
+        "observer.begin([], [], 0)\n"
+        "observer.close()\n"
+        "assert observer.summary == {'comm': {'traced_steps': 0}, 'steps': 0}, observer.summary\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_counts_are_read_while_they_are_written(tmp_path: Path) -> None:

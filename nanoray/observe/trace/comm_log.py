@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from nanoray.config.layout import Layout
 from nanoray.machine.atomic import write_json
 from nanoray.machine.metrics import algbw_gbps, busbw_factor
-from nanoray.observe.trace.recorder import (
+from nanoray.observe.trace.costs import (
     ClockOffset,
     Collective,
     StepCost,

@@ -18,8 +18,8 @@ from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.data.tokens import MicroBatches
 from nanoray.observe.trace.comm_log import CommLog
+from nanoray.observe.trace.costs import ClockOffset
 from nanoray.observe.trace.recorder import (
-    ClockOffset,
     CommRecorder,
     clock_domain,
     measure_offsets,
