@@ -234,6 +234,18 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
     return lock, ""
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this host, or of one that shares the folder's locks, uses a run."""
+    try:
+        with (folder / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or no locks
+        return False
+    return False
+
+
 def write_attempt(spec: RunSpec) -> None:
     """Allow only this attempt to write checkpoints.
 

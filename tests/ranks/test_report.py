@@ -72,6 +72,12 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
     )
     assert "script" not in page.tags
     assert page.tags.count("img") == 5, "the five charts"
+    # How it ended, four figures, the loss, and then the rest.
+    parts = ('class="badge good">finished<', "<dt>validation loss</dt>", 'id="loss"', 'id="charts"')
+    places = [page.html.index(part) for part in parts]
+    assert places == sorted(places)
+    assert page.html.count("<dt>") == 4
+    assert "–" not in page.text
     summary = json.loads((runs["two"] / "summary.json").read_text())
     assert f"{summary['val_loss']:.4f}" in page.text
     for told in (
