@@ -6,7 +6,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
                      and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
-    profile/         with profile: the operations of some steps on each rank;  `nanoray report timeline RUN --profile`
+    profile/         with profile: the operations of some steps on each rank
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
     checkpoints/step_00000250/ ...

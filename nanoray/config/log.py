@@ -42,9 +42,8 @@ class LogKeys(Group):
     changes"""
 
     profile: str = field("", "log")
-    """steps A:B, from A up to B but without B, whose operations and memory torch.profiler records;
-    nanoray report timeline RUN --profile puts them on one clock; these steps take longer, no bit of
-    the training changes"""
+    """steps A:B, from A up to B but without B, whose operations and memory torch.profiler records,
+    on each rank; these steps take longer, no bit of the training changes"""
 
     comm_trace: str = field("off", "log")
     """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) |

@@ -284,14 +284,6 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("comm/exposed_share", "%", "100 x exposed_ms / comm/step_ms", "under 10"),
         Metric(
-            "comm/ab_ms",
-            "ms",
-            "forward and backward of a traced step minus the same under no_sync: the full cost of "
-            "communication, including the compute that it slows down. Measured every 100 steps or "
-            "more",
-            "close to exposed_ms; above it where collectives use the cores that compute needs",
-        ),
-        Metric(
             "comm/busbw_gbps",
             "GB/s",
             "bus bandwidth of the gradients' all-reduces as nccl-tests defines it: bytes x "

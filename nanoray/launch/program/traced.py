@@ -503,7 +503,6 @@ def plain(
         "step": step,
         "phases": phases,
         "collectives": collectives,
-        "no_sync_s": None,
         "sizes": {note.group.label: note.group.size for note in notes},
     }
 

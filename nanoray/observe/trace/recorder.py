@@ -34,7 +34,6 @@ from nanoray.parallel.mesh import Mesh
 
 # Of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved
 WINDOW_STEPS = 2
-NO_SYNC_EVERY = 100  # steps at least between two extra backward passes: under 1 % of the steps
 CLOCK_ROUNDS = 12
 
 
@@ -79,7 +78,6 @@ class _Step:
     step: int
     phases: list[tuple[str, Moment]] = field(default_factory=list)  # each lasts until the next
     collectives: list[Collective] = field(default_factory=list)
-    no_sync: tuple[Moment, Moment] | None = None  # a forward and backward without all-reduce
 
     @property
     def phase(self) -> str:
@@ -130,7 +128,6 @@ class CommRecorder:
 
         self._now: _Step | None = None
         self._done: list[_Step] = []
-        self._next_no_sync = 0
 
     def is_traced(self, step: int) -> bool:
         """Whether a step belongs to a window. It depends on the step alone, so all ranks agree."""
@@ -300,24 +297,6 @@ class CommRecorder:
             for index, params in sorted(self._bucket_params.items())
         }
 
-    def no_sync_due(self) -> bool:
-        """Whether to compare the step just traced with a backward that does not communicate."""
-        if not self._done:
-            return False
-        step = self._done[-1].step
-        inside_window = self.is_traced(step + 1) and self.every > 1
-        if inside_window or step < self._next_no_sync:
-            return False
-        self._next_no_sync = step + NO_SYNC_EVERY
-        return True
-
-    @contextmanager
-    def no_sync_pass(self) -> Iterator[None]:
-        """Time a forward and backward without communication."""
-        start = self.clock.now()
-        yield
-        self._done[-1].no_sync = (start, self.clock.now())
-
     def read(self) -> list[dict[str, Any]]:
         """Return the notes since the last call as plain data, in seconds of this rank's clock.
 
@@ -355,15 +334,10 @@ class CommRecorder:
         marks = [(name, seconds(moment)) for name, moment in notes.phases]
         phases = [[name, start, end] for (name, start), (_, end) in pairwise(marks)]
 
-        no_sync_s = None
-        if notes.no_sync:
-            start, end = notes.no_sync
-            no_sync_s = seconds(end) - seconds(start)
         return {
             "step": notes.step,
             "phases": phases,
             "collectives": [asdict(c) for c in sorted([*buckets, *calls], key=lambda c: c.enqueue)],
-            "no_sync_s": no_sync_s,
         }
 
 

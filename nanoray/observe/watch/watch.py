@@ -74,7 +74,7 @@ class Watch:
 
         # Progress and ledger come first: the driver finds a hang by them, also in an instrument.
         instruments: list[object] = [self._progress, self._ledger]
-        trace = tracing(spec, mesh, par, batches, state, note, throughput.pause)
+        trace = tracing(spec, mesh, par, state, note)
         if trace:
             instruments.append(trace)
         # Rank 0 measures the statistics of layers.
