@@ -22,11 +22,6 @@ def _tracker(value: Any) -> Any:
 class LogKeys(Group):
     """What a run records and writes, and where a command stops before the schedule ends."""
 
-    # Statistics of each layer
-    precision_stats: str = field("off", "log", pattern=r"^(off|every=[1-9]\d*)$")
-    """count in each layer the gradients that are zero or subnormal, and the weights that an update
-    leaves as they were: off | every=K (in every K-th step, which is logged)"""
-
     # When a command ends before its schedule
     stop_at: Natural = field(0, "log")
     """write a checkpoint and exit 0 after this step (0 = run to max_steps)"""
@@ -121,13 +116,6 @@ class LogKeys(Group):
         if self.comm_trace == "always":
             return 1
         return int(self.comm_trace.removeprefix("every="))
-
-    @property
-    def stats_every(self) -> int:
-        """K of precision_stats every=K; 0 for off."""
-        if self.precision_stats == "off":
-            return 0
-        return int(self.precision_stats.removeprefix("every="))
 
     @property
     def profiled(self) -> range:

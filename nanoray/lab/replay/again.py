@@ -36,7 +36,7 @@ from nanoray.train.out_of_memory import Shortage
 # changes no weight.
 QUIETLY: dict[str, Any] = {
     "log_every": 1, "hash_every": 1, "eval_every": 0, "target_loss": 0.0, "checkpoint_every": 0, "comm_trace": "off",
-    "precision_stats": "off", "statistics_every": 0, "profile": "", "audit_every": 0,
+    "statistics_every": 0, "profile": "", "audit_every": 0,
     "faults": "", "tensorboard": False, "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
 }  # fmt: skip
 

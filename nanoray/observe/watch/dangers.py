@@ -6,12 +6,6 @@ import statistics
 from typing import Any
 
 FILE = "statistics.jsonl"
-# Key of a metrics record: for each layer, these shares of its elements in percent
-PRECISION = "precision_layers"
-ZERO = "zero"  # gradients
-SUBNORMAL = "subnormal"  # gradients
-UNCHANGED = "unchanged"  # weights
-PERCENT_KEYS = (ZERO, SUBNORMAL, UNCHANGED)
 COLUMNS = (
     "weight_rms",
     "grad_rms",

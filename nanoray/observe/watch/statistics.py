@@ -22,7 +22,6 @@ from nanoray.faults.progress import AFTER_UPDATE
 from nanoray.models.gpt import MLP, Attention, LMHead
 from nanoray.models.kernels import rotate
 from nanoray.observe.watch.dangers import FILE, dangers
-from nanoray.observe.watch.precision_stats import layer_of
 from nanoray.observe.watch.record_files import JsonlWriter
 
 # A hidden unit none of whose outputs is further from 0 than this, over a micro batch, is dead
@@ -185,6 +184,14 @@ class Statistics:
         if kind not in self._warned:
             self._warned.add(kind)
             self._note(f"warning  {text}")
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: `blocks.3`, or the first part of its name."""
+    parts = name.split(".")
+    if len(parts) > 1 and parts[1].isdigit():
+        return f"{parts[0]}.{parts[1]}"
+    return parts[0]
 
 
 def activation_rms(module: nn.Module, y: Tensor) -> dict[str, Tensor]:

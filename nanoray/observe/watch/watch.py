@@ -23,7 +23,6 @@ from nanoray.observe.trace.ledger import Ledger
 from nanoray.observe.track.observer import Observer
 from nanoray.observe.watch.instruments import Instruments
 from nanoray.observe.watch.observers import Observers
-from nanoray.observe.watch.precision_stats import PrecisionStats
 from nanoray.observe.watch.profile import Profile
 from nanoray.observe.watch.routing import RoutingMeans, routing_of
 from nanoray.observe.watch.statistics import Statistics
@@ -82,11 +81,9 @@ class Watch:
             instruments.append(self._statistics)
         if self._profile.begin(spec, mesh, state.step):
             instruments.append(self._profile)
-        # These average over all ranks, so they are listed on every rank or on none.
+        # It averages over all ranks, so it is listed on every rank or on none.
         if routing_of(state.model):
             instruments.append(RoutingMeans(state, mesh))
-        if config.stats_every:
-            instruments.append(PrecisionStats(config.stats_every, config.precision, state, mesh))
         # Planned faults fire after the others have noted the phase.
         if config.faults:
             instruments.append(injector)
