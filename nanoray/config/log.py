@@ -33,8 +33,7 @@ class LogKeys(Group):
     # Instruments; none of them changes a bit of the training
     statistics_every: Natural = field(0, "log")
     """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates,
-    activations, attention, dead units (0 = never); rank 0 measures them, and no bit of the training
-    changes"""
+    activations (0 = never); rank 0 measures them, and no bit of the training changes"""
 
     profile: str = field("", "log")
     """steps A:B, from A up to B but without B, whose operations and memory torch.profiler records,

@@ -5,8 +5,11 @@ hand.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -234,10 +237,11 @@ def offset_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
     """Rank 1's clock is ahead by 123.25 s; on request as processes of one host, or as if they were
     two.
     """
-    import time
-
-    ahead = 123.25 * mesh.rank
-    found = measure_offsets(mesh, lambda: time.perf_counter() + ahead, always=order["always"])
+    module = "nanoray.observe.trace.recorder"
+    host = f"host{mesh.rank}" if order["apart"] else "host"
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 123.25 * mesh.rank)
+    with patch(f"{module}.clock_domain", lambda: host), patch(f"{module}.time", clock):
+        found = measure_offsets(mesh)
     emit(
         {
             "offset": found[1].offset,
@@ -248,8 +252,8 @@ def offset_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
 
 def test_clocks_of_two_hosts_are_compared() -> None:
     with RankPool(Where(workers=2, device="cpu")) as pool:
-        (apart,) = pool.run("tests.ranks.test_comm:offset_rank", {"always": True})
-        (together,) = pool.run("tests.ranks.test_comm:offset_rank", {"always": False})
+        (apart,) = pool.run("tests.ranks.test_comm:offset_rank", {"apart": True})
+        (together,) = pool.run("tests.ranks.test_comm:offset_rank", {"apart": False})
     assert abs(apart["offset"] - 123.25) <= apart["uncertainty"]
     assert 0 < apart["uncertainty"] < 0.1
     assert (together["offset"], together["uncertainty"]) == (0.0, 0.0)

@@ -46,7 +46,7 @@ DETAIL_BYTES = 256 << 20  # of steps.jsonl; later steps are written without coll
 
 # Figures of a step that are summed over steps, and those of which the mean is a metric
 MEANS = ("step_ms", "busy_ms", "exposed_ms", "hidden_ms", "skew_ms", "late_ms")
-SUMS = ("bytes", "bus_bytes", "transfer_s")
+SUMS = ("bus_bytes", "transfer_s")
 
 
 class CommLog:
@@ -198,7 +198,6 @@ class CommLog:
         return summary | {
             "traced_steps": total.steps,
             "busy_share": 100 * mean["busy_ms"] / mean["step_ms"],
-            "bytes_per_step": total.sums["bytes"] / total.steps,
             "straggler": self._straggler,
             "clock": clock,
         }
@@ -372,7 +371,7 @@ def _figures(step: dict[str, Any], rank_notes: Sequence[dict[str, Any]]) -> dict
         "hidden_ms": 1e3 * statistics.fmean(cost.hidden for cost in costs),
         "skew_ms": skew_ms,
         **_late_figures(rank_notes),
-        **_traffic_figures(step["collectives"], buckets),
+        **_traffic_figures(buckets),
     }
 
 
@@ -408,15 +407,8 @@ def _late_figures(rank_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _traffic_figures(
-    collectives: Sequence[dict[str, Any]], buckets: Sequence[dict[str, Any]]
-) -> dict[str, float]:
-    """Return the bytes of a step, the bytes of its buckets on the bus, and the buckets' seconds."""
-    sent_bytes = 0.0
-    for c in collectives:
-        if c["phase"] not in PAUSES:
-            sent_bytes += c["bytes"] * _fraction_of_ranks(c)
-
+def _traffic_figures(buckets: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the bytes of a step's buckets on the bus, and the seconds of their transfers."""
     bus_bytes = 0.0
     transfers_ms = []
     for c in buckets:
@@ -426,7 +418,6 @@ def _traffic_figures(
         start_ms = max(ms for ms in c["start_ms"] if ms is not None)
         transfers_ms.append((start_ms, start_ms + c["time_us"] / 1e3))
     return {
-        "bytes": sent_bytes,
         "bus_bytes": bus_bytes,
         # Buckets that run at the same time share the link, so that time counts once.
         "transfer_s": union_length(transfers_ms) / 1e3,

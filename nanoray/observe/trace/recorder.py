@@ -348,22 +348,17 @@ def _nothing() -> None:
 # Clock offsets between hosts.
 
 
-def measure_offsets(
-    mesh: Mesh, clock: Callable[[], float] = time.perf_counter, always: bool = False
-) -> list[ClockOffset]:
+def measure_offsets(mesh: Mesh) -> list[ClockOffset]:
     """Return every rank's clock offset from rank 0; valid on rank 0 only. (all ranks)
 
     Processes of one host share a clock, so rank 0 compares its clock with one rank of each other
-    host (`always`: every rank) CLOCK_ROUNDS times and takes the fastest answer; the error is at
-    most half of that round trip (Cristian 1989). Takes about a millisecond per host on one switch.
+    host CLOCK_ROUNDS times and takes the fastest answer; the error is at most half of that round
+    trip (Cristian 1989). Takes about a millisecond per host on one switch.
     """
     # All ranks need the list, because all run the loop below.
     hosts = mesh.broadcast(mesh.gather(clock_domain()))
     assert hosts is not None
-    offset_of_host: dict[str, ClockOffset] = {}
-    if not always:
-        offset_of_host[hosts[0]] = ClockOffset(0.0, 0.0)
-
+    offset_of_host = {hosts[0]: ClockOffset(0.0, 0.0)}
     offsets = [ClockOffset(0.0, 0.0)]
     ping = torch.zeros(1)
     reading = torch.zeros(1, dtype=torch.float64)
@@ -376,19 +371,18 @@ def measure_offsets(
         best = ClockOffset(0.0, float("inf"))
         for _ in range(CLOCK_ROUNDS):
             if mesh.rank == 0:
-                sent = clock()
+                sent = time.perf_counter()
                 dist.send(ping, rank, group=mesh.control_group)
                 dist.recv(reading, rank, group=mesh.control_group)
-                measured = ClockOffset.of(sent, reading.item(), clock())
+                measured = ClockOffset.of(sent, reading.item(), time.perf_counter())
                 if measured.uncertainty < best.uncertainty:
                     best = measured
             elif mesh.rank == rank:
                 dist.recv(ping, 0, group=mesh.control_group)
-                reading[0] = clock()
+                reading[0] = time.perf_counter()
                 dist.send(reading, 0, group=mesh.control_group)
         offsets.append(best)
-        if not always:
-            offset_of_host[hosts[rank]] = best
+        offset_of_host[hosts[rank]] = best
     return offsets
 
 

@@ -24,7 +24,7 @@ from nanoray.observe.track.observer import Observer
 from nanoray.observe.watch.instruments import Instruments
 from nanoray.observe.watch.observers import Observers
 from nanoray.observe.watch.profile import Profile
-from nanoray.observe.watch.routing import RoutingMeans, routing_of
+from nanoray.observe.watch.routing import RoutingMeans
 from nanoray.observe.watch.statistics import Statistics
 from nanoray.observe.watch.throughput import Throughput
 from nanoray.observe.watch.tracing import tracing
@@ -82,8 +82,9 @@ class Watch:
         if self._profile.begin(spec, mesh, state.step):
             instruments.append(self._profile)
         # It averages over all ranks, so it is listed on every rank or on none.
-        if routing_of(state.model):
-            instruments.append(RoutingMeans(state, mesh))
+        routing = getattr(state.model, "routing", None)  # of a model with experts
+        if routing:
+            instruments.append(RoutingMeans(routing, mesh))
         # Planned faults fire after the others have noted the phase.
         if config.faults:
             instruments.append(injector)
