@@ -231,7 +231,8 @@ class Arm:
         collectives.
         """
         from nanoray.observe.trace.comm_log import IDLE
-        from nanoray.observe.trace.recorder import Collective, account, wait_for
+        from nanoray.observe.trace.costs import Collective, account
+        from nanoray.observe.trace.recorder import wait_for
 
         self.plan.trace(True)
         self.mesh.listener = self.recorder

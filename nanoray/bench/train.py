@@ -86,13 +86,12 @@ FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s
 RANKS_CPU, ALL_CPU = (METRICS[name][0] for name in ("rank_cpu_ms", "all_cpu_ms"))
 CPU_TIME = "CPU time of a step"
 BLOCKS_PER_ROUND = 4  # blocks of steps are short: more of them for the same minutes
-# Of one block: two windows of traced steps and one backward pass without collectives
+# Of one block: two windows of traced steps
 TRACED_STEPS = 100
 COMM = {  # metric of a traced run -> (row, unit)
     "comm/busy_ms": ("comm: busy", "ms"),
     "comm/exposed_ms": ("comm: exposed", "ms"),
     "comm/exposed_share": ("comm: exposed share", "%"),
-    "comm/ab_ms": ("comm: A/B cost", "ms"),
     "comm/busbw_gbps": ("comm: busbw", "GB/s"),
 }
 
@@ -374,7 +373,7 @@ def _add_communication_rows(climb: Climb) -> None:
         records = read_json_lines(run / "metrics.jsonl")
         for metric, (name, unit) in COMM.items():
             values = [r[metric] for r in records if metric in r]
-            if values:  # a short run has no A/B comparison
+            if values:  # a short run may have no traced step
                 climb.add(arm, name, unit, values, "of a step, as the run itself recorded it")
 
 

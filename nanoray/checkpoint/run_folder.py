@@ -6,7 +6,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
                      and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
-    profile/         with profile: the operations of some steps on each rank;  `nanoray report timeline RUN --profile`
+    profile/         with profile: the operations of some steps on each rank
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
     checkpoints/step_00000250/ ...
@@ -232,6 +232,18 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
     os.pwrite(fd, f"{own}\n".encode(), 0)
     _HELD[lock.key] = lock
     return lock, ""
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this host, or of one that shares the folder's locks, uses a run."""
+    try:
+        with (folder / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or no locks
+        return False
+    return False
 
 
 def write_attempt(spec: RunSpec) -> None:

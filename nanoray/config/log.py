@@ -15,11 +15,6 @@ PROFILED = 50  # the largest number of steps in one profile; each has thousands 
 class LogKeys(Group):
     """What a run records and writes, and where a command stops before the schedule ends."""
 
-    # Statistics of each layer
-    precision_stats: str = field("off", "log", pattern=r"^(off|every=[1-9]\d*)$")
-    """count in each layer the gradients that are zero or subnormal, and the weights that an update
-    does not change: off | every=K steps"""
-
     # When a command ends before its schedule
     stop_at: Natural = field(0, "log")
     """write a checkpoint and exit 0 after this step (0 = run to max_steps)"""
@@ -31,11 +26,10 @@ class LogKeys(Group):
     # Instruments; none of them changes a bit of the training
     statistics_every: Natural = field(0, "log")
     """steps between statistics of each layer in statistics.jsonl: weights, gradients, updates,
-    activations, attention, dead units (0 = never)"""
+    activations (0 = never)"""
 
     profile: str = field("", "log")
-    """A:B: torch.profiler records operations and memory of the steps from A to B - 1; nanoray
-    report timeline RUN --profile puts all ranks on one clock"""
+    """A:B: torch.profiler records operations and memory of the steps from A to B - 1"""
 
     comm_trace: str = field("off", "log")
     """measure each collective: off | every=K (steps K/2 + 1 and K/2 + 2 of every K steps) |
@@ -111,13 +105,6 @@ class LogKeys(Group):
         if self.comm_trace == "always":
             return 1
         return int(self.comm_trace.removeprefix("every="))
-
-    @property
-    def stats_every(self) -> int:
-        """K of precision_stats every=K; 0 for off."""
-        if self.precision_stats == "off":
-            return 0
-        return int(self.precision_stats.removeprefix("every="))
 
     @property
     def profiled(self) -> range:

@@ -78,24 +78,6 @@ METRICS: dict[str, Metric] = {
             "it doubles, up to its cap of 2^24",
             "rises to 1000 and begins anew; always small: the scale does not recover",
         ),
-        # Low precision: what is lost to rounding.
-        Metric(
-            "precision/grad_lost",
-            "%",
-            "with precision_stats: elements of this step's gradient that are zero, or subnormal "
-            "in the format that backward computes in, with the loss scale in them. "
-            "`precision_layers` of the record has both, and precision/unchanged, by layer",
-            "below 10 but for rows of the embedding whose token is not in the batch; rising: a "
-            "larger loss scale",
-        ),
-        Metric(
-            "precision/unchanged",
-            "%",
-            "with precision_stats: weights that have the same bits after this step's update as "
-            "before; 100 where the update was skipped",
-            "below 20 with float32 weights; above 50: updates are lost to rounding, which no loss "
-            "scale cures",
-        ),
         # Validation: over the same samples at every number of ranks.
         Metric(
             "val/loss",
@@ -284,14 +266,6 @@ METRICS: dict[str, Metric] = {
         ),
         Metric("comm/exposed_share", "%", "100 x exposed_ms / comm/step_ms", "under 10"),
         Metric(
-            "comm/ab_ms",
-            "ms",
-            "forward and backward of a traced step minus the same under no_sync: the full cost of "
-            "communication, including the compute that it slows down. Measured every 100 steps or "
-            "more",
-            "close to exposed_ms; above it where collectives use the cores that compute needs",
-        ),
-        Metric(
             "comm/busbw_gbps",
             "GB/s",
             "bus bandwidth of the gradients' all-reduces as nccl-tests defines it: bytes x "
@@ -356,7 +330,7 @@ METRICS: dict[str, Metric] = {
 
 
 # What a record contains beside metrics
-RECORD_KEYS = ("step", "attempt", "time", "expert_load", "precision_layers", "ranks")
+RECORD_KEYS = ("step", "attempt", "time", "expert_load", "ranks")
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, Any]:

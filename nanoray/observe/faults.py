@@ -69,7 +69,7 @@ def story(folder: Path) -> list[str]:
 def _format_planned(event: dict[str, Any]) -> str:
     return (
         f"{_format_time(event)}  planned   {event['kind']} fires: rank {event['rank']}, "
-        f"{event['phase']} of step {event['step']}, attempt {event['attempt']}"
+        f"{event['phase']} of step {event['step']}"
     )
 
 

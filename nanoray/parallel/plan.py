@@ -312,18 +312,7 @@ class Plan:
                 for _ in range(2):
                     self.flow.warm_up(self._mode, x, y)
                     self.zero_grad()
-                self.no_sync_backward(x, y, nullcontext())
-
-    def no_sync_backward(self, x: Tensor, y: Tensor, timed: AbstractContextManager[None]) -> None:
-        """Run a forward and backward that exchange nothing under `timed`, to compare with a step."""
-        self._mode.trace(False)
-        with self.undisturbed(), self._mode.quiet():
-            if self._accum > 1:
-                # A step's last backward adds to existing gradients.
-                self.flow.backward_once(self._mode.wrapped, x, y)
-            with timed:
-                self.flow.backward_once(self._mode.wrapped, x, y)
-        self.zero_grad()
+                self._mode.trace(False)
 
     # Measuring, and the end.
 

@@ -85,7 +85,6 @@ class Engine:
             self.cfg.log_every,
             self.cfg.eval_every,
             self.cfg.checkpoint_every,
-            self.cfg.stats_every,
         )
         self.regular_intervals = [every for every in intervals if every]
         # Whether target_loss is reached, or a script's data have failed

@@ -167,17 +167,10 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
     if not comm["traced_steps"]:
         return ["comm   no step was traced: this part of the run ended before one was due"]
 
-    # Some steps are timed again without communication. Too few of these give no comparison.
-    compared = ""
-    if comm["ab_ms"] is not None:
-        side = "more" if comm["ab_ms"] >= 0 else "less"
-        compared = (
-            f"; {abs(comm['ab_ms']):.1f} ms {side} than under no_sync, n = {comm['compared_steps']}"
-        )
     lines = [
         f"comm   {comm['busy_share']:.0f} % of a step in collectives, "
         f"{comm['exposed_share']:.0f} % exposed ({comm['exposed_ms']:.1f} of "
-        f"{comm['step_ms']:.1f} ms{compared}); {comm['traced_steps']} steps traced"
+        f"{comm['step_ms']:.1f} ms); {comm['traced_steps']} steps traced"
     ]
 
     # Idle stages exist in a pipeline only.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.checkpoint.run_folder import is_locked
 from nanoray.launch.program.__main__ import main
 from tests.cluster.test_cluster_faults import FAST_HEALTH
 from tests.harness.cluster import Cluster, finish, processes_of_session, ray_head, ray_node
@@ -209,6 +210,8 @@ def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
         while not all(path.exists() and path.read_text() for path in pids):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        (folder,) = (tmp_path / "runs").iterdir()
+        assert is_locked(folder), "its report says that it is running"
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 130

@@ -72,6 +72,12 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
     )
     assert "script" not in page.tags
     assert page.tags.count("img") == 5, "the five charts"
+    # How it ended, four figures, the loss, and then the rest.
+    parts = ('class="badge good">finished<', "<dt>validation loss</dt>", 'id="loss"', 'id="charts"')
+    places = [page.html.index(part) for part in parts]
+    assert places == sorted(places)
+    assert page.html.count("<dt>") == 4
+    assert "–" not in page.text
     summary = json.loads((runs["two"] / "summary.json").read_text())
     assert f"{summary['val_loss']:.4f}" in page.text
     for told in (
@@ -126,7 +132,7 @@ def test_the_ledger_of_a_real_run_adds_up(runs: dict[str, Path], name: str) -> N
 def test_a_comparison_marks_each_cell_that_differs(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
     two, one = str(runs["two"]), str(runs["one"])
-    assert main([two, one, two, "--output", str(path)]) == 0
+    assert main(["compare", two, one, two, "--output", str(path)]) == 0
     html = path.read_text(encoding="utf-8")
     row = re.search(r'<th scope="row">lr</th>(.*?)</tr>', html)
     assert row

@@ -18,7 +18,7 @@ from nanoray.lab.inspect.__main__ import main
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.observe.watch import dangers as told
 from nanoray.observe.watch import statistics
-from nanoray.observe.watch.statistics import Statistics, attention_of, dead_percent
+from nanoray.observe.watch.statistics import Statistics
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
 
@@ -55,9 +55,7 @@ def test_no_bit_of_the_training_changes_and_inspect_shows_them(
     for record in found:
         assert {*record["layers"]} == {"tok_emb", "pos_emb", "blocks.0", "blocks.1", "norm"}
         assert {*record["layers"]["blocks.1"]} == {*told.COLUMNS}
-        assert all(
-            value > 0 for key, value in record["layers"]["blocks.1"].items() if key != "dead"
-        )
+        assert all(value > 0 for value in record["layers"]["blocks.1"].values())
         assert record["cost_ms"] > 0
     # The norm of all gradients, which the run records, is that of the layers together.
     model = GPT(ModelShape.of(looked.config, looked.dataset.vocab_size))
@@ -83,22 +81,6 @@ def test_an_audited_step_is_told_of_this_rank_s_own_samples(text: Path, tmp_path
         for every in (0, 2)
     )
     assert [record["layers"] for record in audited] == [record["layers"] for record in plain]
-
-
-def test_attention_and_dead_units_by_hand() -> None:
-    """Equal logits: every query looks everywhere it may. A unit far below zero gives nothing."""
-    model = GPT(ModelShape(1, 2, 8, 4, True, 16))
-    attention = model.blocks[0].attn
-    even = attention_of(attention, torch.zeros(3, 4, 24))
-    assert even["attention_entropy"].item() == pytest.approx(1.0)
-    assert even["max_logit"].item() == 0.0
-    sharp = torch.zeros(1, 4, 24)
-    sharp[:, :, 0], sharp[:, 0, 8] = 40.0, 40.0  # all queries want the first key
-    found = attention_of(attention, sharp)
-    assert found["max_logit"].item() == pytest.approx(1600 / 2)
-    assert found["attention_entropy"].item() == pytest.approx(0.5), "one of two heads is certain"
-    hidden = torch.tensor([[[-9.0, 0.5, -9.0, -9.0], [-9.0, -9.0, 1.0, -9.0]]])
-    assert dead_percent(hidden).item() == 50.0
 
 
 def test_a_danger_is_told_once(text: Path, tmp_path: Path) -> None:

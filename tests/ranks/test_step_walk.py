@@ -38,7 +38,6 @@ OPTIONS = [
     "train/read_vote.py",
     "train/record.py",
     "train/saving.py",
-    "observe/watch/precision_stats.py",
     "observe/watch/profile.py",
     "observe/watch/routing.py",
     "observe/watch/statistics.py",

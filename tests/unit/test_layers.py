@@ -172,11 +172,29 @@ def test_only_launch_and_bench_import_ray() -> None:
             assert not strangers, f"{module} imports {strangers}; only {MAY_IMPORT_RAY} may"
 
 
-def test_the_driver_starts_without_torch() -> None:
+@pytest.mark.parametrize(
+    ("command", "among_others"),
+    [
+        (
+            "launch.__main__",
+            {
+                "launch.recovery.driver",
+                "launch.recovery.worker_group",
+                "parallel.rendezvous",
+                "train.report",
+            },
+        ),
+        (
+            "launch.program.__main__",
+            {"launch.program.observed", "observe.trace.comm_log", "observe.trace.costs"},
+        ),
+    ],
+)
+def test_the_driver_starts_without_torch(command: str, among_others: set[str]) -> None:
     """Whatever the driver imports when it starts, directly or not: none of it may import torch at
     its top.
     """
-    seen, todo = set[str](), {"launch.__main__"}
+    seen, todo = set[str](), {command}
     while todo:
         module = todo.pop()
         seen.add(module)
@@ -185,12 +203,7 @@ def test_the_driver_starts_without_torch() -> None:
             f"{module} imports {heavy} at its top: the driver would start seconds later"
         )
         todo |= own_modules(MODULES[module], top_only=True) - seen
-    assert {
-        "launch.recovery.driver",
-        "launch.recovery.worker_group",
-        "parallel.rendezvous",
-        "train.report",
-    } <= seen
+    assert among_others <= seen
 
 
 def picture() -> str:

@@ -130,10 +130,14 @@ def test_ranks_that_end_for_a_restart_do_not_close_the_run(tmp_path: Path) -> No
 
 def test_steps_done_again_do_not_count(tmp_path: Path) -> None:
     # Killed: the checkpoint is of step 1
-    Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, *STEP, ("data", 0))
-    Rank(tmp_path, 0, 20, takes_over=True).walk(
-        ("init", 3), *STEP, *STEP, ("done", 0)
-    ).ledger.close()
+    killed = Rank(tmp_path, 0, 0).walk(("init", 4))
+    for step in (1, 2):
+        killed.walk(*STEP, step=step)
+    killed.walk(("data", 0), step=3)
+    again = Rank(tmp_path, 0, 20, takes_over=True).walk(("init", 3), step=2)
+    for step in (2, 3):
+        again.walk(*STEP, step=step)
+    again.walk(("done", 0), step=3).ledger.close()
     fault(tmp_path, recovery="restart", steps_repeated=1)
     ended(tmp_path, 37.0)
     found = require(tmp_path, start=4, data=3, compute=18, repeated=7, recovery=2 + 3)
@@ -154,8 +158,6 @@ def test_steps_of_a_killed_command_that_the_next_one_does_again(tmp_path: Path) 
     again.walk(("done", 0), step=4).ledger.close()
     ended(tmp_path, 25.0)
     require(tmp_path, start=8, data=4, compute=24, repeated=14)
-    fault(tmp_path, recovery="restart", steps_repeated=2)
-    require(tmp_path, start=8, data=4, compute=24, repeated=14)  # counted once
 
 
 def test_commands_add_up_without_the_time_between_them(tmp_path: Path) -> None:

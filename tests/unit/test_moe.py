@@ -18,7 +18,7 @@ from nanoray.config.layout import Layout
 from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTraining, Z
-from nanoray.observe.watch import routing
+from nanoray.observe.watch.routing import LOADS, RoutingMeans
 from nanoray.parallel import ep, tp
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.mesh import Mesh
@@ -303,18 +303,24 @@ def test_each_element_has_one_owner_and_is_put_together_again(
 
 def test_metrics() -> None:
     model, mesh = gpt(), Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
-    routing.begin(model)
-    assert routing.means(model, mesh) is None
+    means = RoutingMeans(model.routing, mesh)
+    means.begin_step(1)
+    means.phase(1, "data")
+    means.gradients_ready(1, logged=True)
+    assert means.measured() == {}, "nothing was routed yet"
     model(*batch())
-    once = routing.measured(routing.means(model, mesh))
+    means.gradients_ready(1, logged=True)
+    once = means.measured()
     model(*batch())
     model.eval()(*batch())
-    record = routing.measured(routing.means(model, mesh))
-    for key in once.keys() - {routing.LOADS}:
+    means.gradients_ready(1, logged=True)
+    record = means.measured()
+    for key in once.keys() - {LOADS}:
         assert record[key] == pytest.approx(once[key]), "a mean over passes, of those that train"
-    assert record[routing.LOADS] == once[routing.LOADS]
+    assert record[LOADS] == once[LOADS]
     assert [len(layer) for layer in record["expert_load"]] == [4, 4]
     assert all(sum(layer) == pytest.approx(4, abs=1e-3) for layer in record["expert_load"])
     assert record["moe/load_max"] == max(map(max, record["expert_load"]))
-    assert routing.measured(None) == {}
-    assert routing.means(nn.Linear(1, 1), mesh) is None
+    means.begin_step(2)
+    means.gradients_ready(2, logged=False)
+    assert means.measured() == {}, "a step that is not logged costs nothing"

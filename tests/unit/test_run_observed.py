@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +67,22 @@ def test_a_rank_with_a_thread_that_looks_around_does_not_move() -> None:
     assert before._replace(cpu=2.0).is_after(before, 10.0)
     # The kernel counts in ticks: between two looks of a short timeout a single one is nothing.
     assert not before._replace(cpu=1.01).is_after(before, 0.1)
+
+
+def test_the_driver_of_a_traced_program_imports_no_torch(tmp_path: Path) -> None:
+    """It computes what collectives cost from the notes of the ranks: in plain Python."""
+    code = (
+        "import pathlib, sys\n"
+        "from nanoray.launch.program.observed import RunObserver\n"
+        "observer = RunObserver(pathlib.Path(sys.argv[1]), traced=True)\n"
+        "observer.begin([], [], 0)\n"
+        "observer.close()\n"
+        "assert observer.summary == {'comm': {'traced_steps': 0}, 'steps': 0}, observer.summary\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_counts_are_read_while_they_are_written(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ OF_THE_RUN = ("max_steps", "seq_warmup_steps", "on_nan")
 QUIETLY: dict[str, Any] = {key: QUIET[key] for key in QUIET if key not in OF_THE_RUN} | {
     "log_every": 1,
     "hash_every": 1,
-    "precision_stats": "off",
     "statistics_every": 0,
     "audit_every": 0,
     "checkpoint_mode": "sync",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ray.util.placement_group import remove_placement_group
 
-from nanoray.checkpoint.run_folder import new_folder
+from nanoray.checkpoint.run_folder import lock_run, new_folder
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.config.variables import values_of
@@ -86,6 +86,7 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
         try:
             folder = new_folder(Path(lasting_out_dir(config)).absolute(), config.name)
             (folder / "logs").mkdir(parents=True, exist_ok=True)
+            _lock, _ = lock_run(folder)  # as long as the program runs: reports ask for it
             say(
                 f"run    {what}: {place.workers} rank(s) on {place.kind}, output in {folder}/logs\n"
             )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
@@ -24,11 +24,9 @@ from nanoray.launch.program.counts import Counts, read_counts
 from nanoray.machine.gpus import gpu_usage
 from nanoray.machine.host import resident_bytes
 from nanoray.machine.output import say
+from nanoray.observe.trace.comm_log import CommLog
+from nanoray.observe.trace.costs import GLOO_LANES, ClockOffset, queue_starts
 from nanoray.observe.watch.record_files import JsonlWriter, TensorBoardWriter
-
-if TYPE_CHECKING:
-    from nanoray.observe.trace.comm_log import CommLog
-    from nanoray.observe.trace.recorder import ClockOffset
 
 LOOK_S = 5.0  # between two looks; Ray drops a gauge that is not set for 20 s
 MOST_BYTES = 4 << 20  # of notes in one answer
@@ -84,7 +82,7 @@ class RunObserver:
         # Steps are numbered on over all attempts: how many were made before this one, and by now.
         self._steps_before = 0
         self._steps = 0
-        # One thread writes: what it imports, TensorBoard and for the log torch, must not delay the output.
+        # One thread writes: TensorBoard, which it imports, must not delay the output.
         self._writer = ThreadPoolExecutor(1)
         self._files: list[Any] = []
         self._log: CommLog | None = None
@@ -184,9 +182,6 @@ class RunObserver:
             self._log.finish(self._clocks)
         if not self._traced:
             return
-        from nanoray.observe.trace.comm_log import CommLog
-        from nanoray.observe.trace.recorder import ClockOffset
-
         self._clocks = [ClockOffset(0.0, 0.0)] * ranks
         if clocks:
             first = clocks[0][0]
@@ -222,8 +217,6 @@ class RunObserver:
 
     def _prepared(self, notes: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
         """Return notes with the steps' numbers in the run, and with the moment each bucket began."""
-        from nanoray.observe.trace.recorder import GLOO_LANES, queue_starts
-
         for of_rank in notes:
             for step in of_rank:
                 step["step"] += self._steps_before

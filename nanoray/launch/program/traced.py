@@ -449,7 +449,7 @@ def tensors_of(arg: Any) -> Iterator[torch.Tensor]:
 
 
 def timing_of(note: Note) -> str:
-    """Return how the end of a bucket is known, as trace.recorder says it."""
+    """Return how the end of a bucket is known, as trace.costs says it."""
     if not note.on_host:
         return "events"
     return "queue" if isinstance(note.ready, float) else "host"
@@ -503,7 +503,6 @@ def plain(
         "step": step,
         "phases": phases,
         "collectives": collectives,
-        "no_sync_s": None,
         "sizes": {note.group.label: note.group.size for note in notes},
     }
 

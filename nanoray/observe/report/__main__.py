@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jinja2
+
+from nanoray import __version__
 from nanoray.cli import (
     Parser,
     add_run,
@@ -20,10 +23,10 @@ from nanoray.cli import (
     writing,
 )
 from nanoray.machine.atomic import replace_text
-from nanoray.observe.report.charts import COLOURS, charts
+from nanoray.observe.report.charts import COLOURS, loss_chart, small_charts
 from nanoray.observe.report.command import typed_command
-from nanoray.observe.report.gather import RunFiles, read_run, settings, shown_facts
-from nanoray.observe.report.html import render
+from nanoray.observe.report.figures import headlines, known_facts
+from nanoray.observe.report.gather import RunFiles, read_run, settings
 from nanoray.observe.trace import __main__ as timeline
 from nanoray.observe.trace import accounts
 
@@ -89,17 +92,33 @@ def _write(folders: list[Path], output: Path) -> None:
 
 
 def page(runs: list[RunFiles]) -> str:
-    """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script."""
+    """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script.
+
+    Of one run it begins with how that ended, its four figures, and its loss. Of several it begins
+    with a table of their figures. What no run has is not on the page.
+    """
     title = f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name
-    return render(
-        TEMPLATE,
+    figures = known_facts(runs)
+    commands = [(run, typed_command(run.spec)) for run in runs]
+    first_figures = headlines(figures[0]) if len(runs) == 1 else {}
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,  # an empty place on the page would go unnoticed
+    )
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=title,
         runs=runs,
-        facts=shown_facts(runs),
+        headlines=first_figures,
+        figures=figures,
+        labels=[label for label in figures[0] if label not in first_figures],
         colours=COLOURS,
-        charts=charts(runs),
-        commands=[(run, typed_command(run.spec)) for run in runs],
+        loss=loss_chart(runs),
+        charts=small_charts(runs),
+        commands=[(run, command) for run, command in commands if command],
         settings=settings(runs),
+        version=__version__,
     )
 
 

@@ -1,4 +1,4 @@
-"""The five charts of a page: loss, throughput, where the time went, memory, communication."""
+"""The charts of a page: the loss, and smaller ones: speed, where the time went, memory, communication."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from nanoray.observe.report.figures import LOSS
 from nanoray.observe.report.gather import RunFiles
 from nanoray.observe.trace.accounts import MEANINGS
 
@@ -16,6 +17,8 @@ FAULTS = 100  # most faults that are marked, the newest ones
 POINTS = 600  # most points of a curve; more make the page large and cannot be seen
 COLOURS = ("#3a7bd5", "#d9772b", "#2b9c73", "#a45bc4", "#c94f5d", "#7f8c2f", "#3aa0b8", "#8d6e63")
 FAULT = "#c0392b"
+LARGE = (11, 4)  # inches
+SMALL = (7, 3)
 
 
 class Chart(NamedTuple):
@@ -32,9 +35,9 @@ class Drawing(NamedTuple):
     image: str
 
 
-LOSS = Chart("loss; bold: mean of the steps around each one; dots: validation", ("train/loss",))
-CURVES = (
-    Chart("tokens or samples per second", ("perf/tok_per_sec", "perf/samples_per_sec")),
+LOSS_CHART = Chart("loss; bold: mean of the steps around each one; dots: validation", LOSS)
+SPEED = Chart("tokens or samples per second", ("perf/tok_per_sec", "perf/samples_per_sec"))
+OTHERS = (
     Chart("peak memory of rank 0 (GiB)", ("mem/peak_gib",)),
     Chart("memory of the largest rank (GiB)", ("mem/rss_gib",)),
     Chart("memory of the fullest GPU (GiB)", ("gpu/mem_gib",)),
@@ -43,24 +46,30 @@ CURVES = (
 )
 
 
-def charts(runs: Sequence[RunFiles]) -> list[Drawing]:
-    """Return the drawing of each chart for which some run has values."""
-    drawn = []
-    for chart in (LOSS, *CURVES):
-        if any(len(curve_of(run, chart)[0]) > 1 for run in runs):
-            drawn.append(_drawing(chart.title, partial(_draw_curves, chart, runs)))
+def loss_chart(runs: Sequence[RunFiles]) -> Drawing | None:
+    """Return the drawing of the loss; None if no run has recorded one."""
+    drawn = _draw_known([LOSS_CHART], runs, LARGE)
+    return drawn[0] if drawn else None
+
+
+def small_charts(runs: Sequence[RunFiles]) -> list[Drawing]:
+    """Return the drawing of each other chart for which some run has values."""
+    drawn = _draw_known([SPEED], runs, SMALL)
     if any(run.accounts for run in runs):
-        drawn.insert(2, _drawing("share of the time of all ranks (%)", partial(_draw_time, runs)))
-    return drawn
+        title = "share of the time of all ranks (%)"
+        drawn.append(_drawing(title, SMALL, partial(_draw_time, runs)))
+    return drawn + _draw_known(OTHERS, runs, SMALL)
 
 
-def curve_of(run: RunFiles, chart: Chart) -> tuple[list[int], list[float]]:
-    """Return the steps and values of the chart's first metric that the run has recorded."""
-    for metric in chart.metrics:
-        steps, values = run.series(metric)
-        if steps:
-            return steps, values
-    return [], []
+def _draw_known(
+    charts: Sequence[Chart], runs: Sequence[RunFiles], size: tuple[int, int]
+) -> list[Drawing]:
+    """Return the drawing of each chart for which some run has two points of a curve."""
+    return [
+        _drawing(chart.title, size, partial(_draw_curves, chart, runs))
+        for chart in charts
+        if any(len(run.series(*chart.metrics)[0]) > 1 for run in runs)
+    ]
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
@@ -102,8 +111,8 @@ def _draw_curves(chart: Chart, runs: Sequence[RunFiles], axes: Any) -> None:
     """Draw each run's curve and its faults; of the loss also its mean and the validation losses."""
     for number, run in enumerate(runs):
         colour = COLOURS[number % len(COLOURS)]
-        steps, values = curve_of(run, chart)
-        if chart is LOSS:
+        steps, values = run.series(*chart.metrics)
+        if chart is LOSS_CHART:
             # The mean is drawn over the noisy curve, which is thin and pale.
             axes.plot(*thinned(steps, values), color=colour, lw=0.8, alpha=0.45)
             axes.plot(*thinned(steps, running_mean(values)), color=colour, lw=1.8)
@@ -114,7 +123,7 @@ def _draw_curves(chart: Chart, runs: Sequence[RunFiles], axes: Any) -> None:
             axes.axvline(fault["step"], color=FAULT, lw=0.7, ls=":")
     axes.set_xlabel(runs[0].unit)
     axes.grid(lw=0.5)
-    if chart is not LOSS:
+    if chart is not LOSS_CHART:
         axes.set_ylim(bottom=0)
 
 
@@ -139,7 +148,7 @@ def _draw_time(runs: Sequence[RunFiles], axes: Any) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False, fontsize=7)
 
 
-def _drawing(title: str, draw: Callable[[Any], None]) -> Drawing:
+def _drawing(title: str, size: tuple[int, int], draw: Callable[[Any], None]) -> Drawing:
     """Return the picture of what `draw` puts on its axes. Equal input gives equal bytes."""
     # Importing matplotlib takes longer than the rest of the command.
     from matplotlib import rc_context
@@ -147,7 +156,7 @@ def _drawing(title: str, draw: Callable[[Any], None]) -> Drawing:
 
     file = io.StringIO()
     with rc_context({"svg.hashsalt": title, "font.size": 9}):
-        figure = Figure(figsize=(7, 3), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return Drawing(title, base64.b64encode(file.getvalue().encode()).decode())

@@ -6,22 +6,29 @@ The folder of a run that was killed, or that still trains, lacks files. It gets 
 from __future__ import annotations
 
 import json
-import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanoray.checkpoint.run_folder import is_locked
 from nanoray.config import Config
 from nanoray.config.settings import public
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 from nanoray.machine.atomic import read_json, read_json_lines
-from nanoray.machine.text import clock, short
 from nanoray.observe.faults import story
 from nanoray.observe.trace.accounts import Accounts, accounts_of
 
 NONE = "–"
+
+
+class Badge(NamedTuple):
+    """How a run has ended: what the badge of its page shows."""
+
+    word: str  # finished, stopped, failed, running, ...
+    kind: str  # good, bad or open: the badge's colour
+    why: str  # the cause of a failure; "" where there is nothing to explain
 
 
 @dataclass(frozen=True)
@@ -36,47 +43,50 @@ class RunFiles:
     faults: list[dict[str, Any]]
     story: list[str]  # the faults, as `nanoray faults` prints them
     accounts: Accounts | None  # the ledger; None where it has no entries
+    is_running: bool = False
 
     @property
     def name(self) -> str:
         """The folder's name."""
         return self.folder.resolve().name
 
-    def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a metric was recorded, and its values."""
-        steps = []
-        values = []
-        for record in self.records:
-            if metric in record:
-                steps.append(record["step"])
-                values.append(record[metric])
+    def series(self, *metrics: str) -> tuple[list[int], list[float]]:
+        """Return the steps and values of the first of these metrics that was recorded."""
+        steps: list[int] = []
+        values: list[float] = []
+        for metric in metrics:
+            for record in self.records:
+                if metric in record:
+                    steps.append(record["step"])
+                    values.append(record[metric])
+            if steps:
+                break
         return steps, values
 
-    def last(self, metric: str) -> float | None:
-        """Return the newest value of a metric, None if it was never recorded."""
-        _, values = self.series(metric)
+    def last(self, *metrics: str) -> float | None:
+        """Return the newest value of the first of these metrics that was recorded, else None."""
+        _, values = self.series(*metrics)
         return values[-1] if values else None
 
     @property
-    def state(self) -> str:
-        """How the run ended, in a word or a line."""
+    def badge(self) -> Badge:
+        """How the run has ended, if it has."""
         reason = self.summary.get("exit_reason")
-        return str(reason or "not ended: it trains, or its command was killed")
-
-    @property
-    def is_program(self) -> bool:
-        """Whether `nanoray run` has run it: a program with a loop of its own."""
-        return "words" in self.spec
+        if reason:
+            word, _, why = str(reason).partition(": ")
+            kind = "good" if self.summary.get("exit_code") == 0 else "open"
+            if word == "failed":
+                kind = "bad"
+            return Badge(word.replace("_", " "), kind, why)
+        if self.is_running:
+            return Badge("running", "open", "")
+        return Badge("not ended", "bad", "its command was killed, or runs on another machine")
 
     @property
     def unit(self) -> str:
-        """What the records are numbered by: without --trace nothing is known of a program's steps."""
-        return "second" if self.is_program and not self.spec["trace_every"] else "step"
-
-    @property
-    def good(self) -> bool:
-        """Whether the run ended without an error."""
-        return self.summary.get("exit_code") == 0
+        """What the records are numbered by: without --trace a program's steps are not known."""
+        # Only program.json, of `nanoray run`, has the key.
+        return "second" if self.spec.get("trace_every") == 0 else "step"
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -102,147 +112,8 @@ def read_run(folder: Path) -> RunFiles:
         faults=faults,
         story=fault_lines,
         accounts=accounts,
+        is_running=is_locked(folder),
     )
-
-
-class Fact(NamedTuple):
-    """A figure of a run as text, and as a number where runs can be compared by it."""
-
-    text: str
-    value: float | None = None
-
-    def change_from(self, first: Fact) -> str:
-        """Return by how much this figure differs from another run's; "" where it does not."""
-        if self.value is None or not first.value:
-            return ""
-        change = 100 * (self.value / first.value - 1)
-        if abs(change) < 0.05:
-            return ""
-        return f"{change:+.1f} %"
-
-
-def facts(run: RunFiles) -> dict[str, Fact]:
-    """Return a run's figures by label; the text of a figure that is not known is a dash."""
-    # The summary is written when the run ends. Until then the newest record has some of its values.
-    summary = run.summary
-    comm = summary.get("comm") or {}
-    newest: dict[str, Any] = {}
-    if run.records:
-        newest = run.records[-1]
-
-    steps = summary.get("steps")
-    if steps is None:
-        steps = newest.get("step", 0)
-    max_steps = run.config.get("max_steps", 0)
-    val_loss = run.last("val/loss")
-    train_loss = summary.get("train_loss") or newest.get("train/loss")
-    precision = summary.get("precision") or run.config.get("precision", NONE)
-    dataset = summary.get("dataset_note") or run.spec.get("dataset", {}).get("note", NONE)
-
-    done = f"{steps:,} of {max_steps:,}"
-    if run.is_program:
-        done = f"{steps:,}" if run.unit == "step" else NONE
-
-    return {
-        "state": Fact(run.state),
-        "steps": Fact(done),
-        "validation loss": Fact(_validation_loss(run), val_loss),
-        "training loss": Fact(_format_loss(train_loss), train_loss),
-        "speed": _speed(run),
-        "time per step": _known("{:.3g} ms", summary.get("step_ms") or comm.get("step_ms")),
-        "MFU": _known("{:.1f} %", run.last("perf/mfu")),
-        "goodput": _goodput(run),
-        "time to the first step": _known("{:.2f} s", summary.get("first_step_s")),
-        "time of the last command": _total_time(summary),
-        "ranks": Fact(_ranks(summary)),
-        "precision": Fact(str(precision)),
-        "peak memory of rank 0": _known("{:.2f} GiB", _largest(run, "mem/peak_gib")),
-        "memory of the largest rank": _known("{:.2f} GiB", _largest(run, "mem/rss_gib")),
-        "memory of the fullest GPU": _known("{:.2f} GiB", _largest(run, "gpu/mem_gib")),
-        "collectives in a step": _known("{:.3g} ms", comm.get("busy_ms")),
-        "exposed communication": _known("{:.1f} %", comm.get("exposed_share")),
-        "bus bandwidth": _known("{:.3g} GB/s", comm.get("busbw_gbps")),
-        "faults": Fact(_faults(run)),
-        "dataset": Fact(str(dataset)),
-        "resumed from": Fact(str(summary.get("resumed_from") or NONE)),
-        "nanoray, torch": Fact(f"{run.spec.get('nanoray', NONE)}, {summary.get('torch', NONE)}"),
-    }
-
-
-def shown_facts(runs: list[RunFiles]) -> list[dict[str, Fact]]:
-    """Return each run's figures; of programs alone without those that none of them can have."""
-    of_runs = [facts(run) for run in runs]
-    labels = [
-        label
-        for label in of_runs[0]
-        if any(not run.is_program for run in runs)
-        or any(of_run[label].text != NONE for of_run in of_runs)
-    ]
-    return [{label: of_run[label] for label in labels} for of_run in of_runs]
-
-
-def _largest(run: RunFiles, metric: str) -> float | None:
-    return max(run.series(metric)[1], default=None)
-
-
-def _known(template: str, value: float | None) -> Fact:
-    """Return a figure; a dash for one that is unknown or zero (not measured)."""
-    if not value:
-        return Fact(NONE)
-    return Fact(template.format(value), value)
-
-
-def _format_loss(value: float | None) -> str:
-    # A loss that is not finite was recorded as null, or is an infinity.
-    if value is None or not math.isfinite(value):
-        return NONE
-    return f"{value:.4f}"
-
-
-def _validation_loss(run: RunFiles) -> str:
-    loss = _format_loss(run.last("val/loss"))
-    expected = run.summary.get("expected_val_loss")  # only of a preset that was trained before
-    if expected:
-        loss += f" (expected: {expected:g})"
-    return loss
-
-
-def _speed(run: RunFiles) -> Fact:
-    """Return samples per second of a model of images, else tokens per second."""
-    samples = run.summary.get("samples_per_sec") or run.last("perf/samples_per_sec")
-    if samples:
-        return Fact(f"{short(samples)} samples/s", samples)
-    tokens = run.summary.get("tok_per_sec") or run.last("perf/tok_per_sec")
-    if tokens:
-        return Fact(f"{short(tokens)} tok/s", tokens)
-    return Fact(NONE)
-
-
-def _goodput(run: RunFiles) -> Fact:
-    if not run.accounts:
-        return Fact(NONE)
-    percent = 100 * run.accounts.goodput
-    return Fact(f"{percent:.1f} %", percent)
-
-
-def _total_time(summary: dict[str, Any]) -> Fact:
-    total_s = summary.get("total_s")
-    if not total_s:
-        return Fact(NONE)
-    return Fact(clock(total_s), total_s)
-
-
-def _ranks(summary: dict[str, Any]) -> str:
-    if not summary.get("world_size"):
-        return NONE
-    backend = f", {summary['backend']}" if "backend" in summary else ""  # a program chooses its own
-    return f"{summary['world_size']} x {summary['device']}{backend}"
-
-
-def _faults(run: RunFiles) -> str:
-    if not run.faults:
-        return "0"
-    return f"{len(run.faults)}, {run.summary.get('restarts', 0)} restart(s)"
 
 
 class Setting(NamedTuple):
@@ -257,9 +128,14 @@ class Setting(NamedTuple):
         """Whether the page marks some value of this key."""
         return any(self.marks)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run has a value of this key."""
+        return all(value == NONE for value in self.values)
+
 
 def settings(runs: list[RunFiles]) -> list[Setting]:
-    """Return the settings of all runs, those with a mark first.
+    """Return the settings of all runs, those with a mark first, without those that are empty.
 
     With several runs, a value that differs from the first run's is marked; with one run, a value
     that differs from the default.
@@ -271,10 +147,12 @@ def settings(runs: list[RunFiles]) -> list[Setting]:
         values = [run.config.get(key) for run in runs]
         reference = values[0] if len(runs) > 1 else defaults.get(key)
         marks = [value != reference for value in values]
-        shown = [NONE if value is None else _format_setting(public(key, value)) for value in values]
-        rows.append(Setting(key, shown, marks))
-    return sorted(rows, key=lambda row: not row.marked)  # stable: keys keep their order
+        rows.append(Setting(key, [_format_setting(public(key, value)) for value in values], marks))
+    shown = [row for row in rows if row.marked or not row.is_empty]
+    return sorted(shown, key=lambda row: not row.marked)  # stable: keys keep their order
 
 
 def _format_setting(value: Any) -> str:
+    if value is None or value in ("", [], {}):
+        return NONE
     return json.dumps(value).strip('"')

@@ -16,16 +16,15 @@ from nanoray.cli import (
     writing,
 )
 from nanoray.errors import ConfigError
-from nanoray.machine.atomic import read_json_lines, write_json
-from nanoray.observe.trace.profiles import write_all
-from nanoray.observe.trace.timeline import chrome_trace, draw, newest_window
+from nanoray.machine.atomic import read_json_lines
+from nanoray.observe.trace.timeline import draw, newest_window
 
 
 def make_parser() -> Parser:
     """Return the parser of `nanoray report timeline`."""
     parser = tool_parser(
         name_program("report timeline"),
-        "Draw traced steps of a run that was started with --comm_trace, or --profile.",
+        "Draw traced steps of a run that was started with --comm_trace.",
     )
     add_run(parser)
     parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
@@ -35,12 +34,6 @@ def make_parser() -> Parser:
         type=Path,
         metavar="FILE",
         help="picture to write [RUN/comm/timeline.svg]",
-    )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="put the profiles of all ranks, of a run started with --profile A:B, on one clock, "
-        "and draw nothing",
     )
     return parser
 
@@ -52,9 +45,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     run = find_run_folder(args.run)
-    if args.profile:
-        print("\n".join(write_all(run)))
-        return
     steps = read_steps(run)
     # The window ends with --step; the newest one ends with the newest step.
     if args.step is not None:
@@ -64,12 +54,10 @@ def _run(args: argparse.Namespace) -> None:
                 f"step = {args.step} was not traced; the last traced ones are {known}"
             )
         steps = [s for s in steps if s["step"] <= args.step]
-    drawn = newest_window(steps)
     figure = args.figure or run / "comm" / "timeline.svg"
     with writing(figure, "give another --figure"):
-        draw(drawn, figure)
-        write_json(figure.with_suffix(".json"), chrome_trace(drawn))
-    print(f"{figure}  and {figure.with_suffix('.json').name} for https://ui.perfetto.dev")
+        draw(newest_window(steps), figure)
+    print(figure)
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:

@@ -191,7 +191,7 @@ def accounts_of(folder: Path) -> Accounts:
             # Each slot's accounts sum to the command's wall time.
             _add_slot(total, of_slot, started, end, shrunk)
 
-    _move_repeated(total, processes, sum(event["steps_repeated"] or 0 for event in faults))
+    _move_repeated(total, processes)
     traced = _move_exposed(total, folder)
     return Accounts(
         slots=max(slot_counts),
@@ -247,18 +247,15 @@ def _count_repeated(processes: Sequence[Process]) -> int:
     return count
 
 
-def _move_repeated(total: dict[str, float], processes: Sequence[Process], steps: int) -> None:
+def _move_repeated(total: dict[str, float], processes: Sequence[Process]) -> None:
     """Move the time of repeated steps out of data and compute.
 
-    Each repeated step counts as long as the mean step of all ranks. `steps`: repeated steps of
-    each rank as faults.jsonl reports them; the larger count holds.
+    Each repeated step counts as long as the mean step of all ranks.
     """
     done = sum(process.steps for process in processes)
     if not done:
         return
-    slots = len({process.slot for process in processes})
-    repeated = max(_count_repeated(processes), steps * slots)
-    share = min(1.0, repeated / done)
+    share = min(1.0, _count_repeated(processes) / done)
     for name in ("data", "compute"):
         total["repeated"] += share * total[name]
         total[name] *= 1 - share

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from nanoray.config.layout import Layout
 from nanoray.machine.atomic import write_json
 from nanoray.machine.metrics import algbw_gbps, busbw_factor
-from nanoray.observe.trace.recorder import (
+from nanoray.observe.trace.costs import (
     ClockOffset,
     Collective,
     StepCost,
@@ -42,12 +42,11 @@ LATE_TIMES = 6
 LATE_FRACTION = 0.2  # of the other ranks' own work; less is noise
 LATE_MS = 5.0  # and so is this: a busy machine takes a core away for some milliseconds
 
-MIN_COMPARED = 3  # comparisons with no_sync before their median is shown
 DETAIL_BYTES = 256 << 20  # of steps.jsonl; later steps are written without collectives
 
 # Figures of a step that are summed over steps, and those of which the mean is a metric
 MEANS = ("step_ms", "busy_ms", "exposed_ms", "hidden_ms", "skew_ms", "late_ms")
-SUMS = ("bytes", "bus_bytes", "transfer_s")
+SUMS = ("bus_bytes", "transfer_s")
 
 
 class CommLog:
@@ -199,9 +198,6 @@ class CommLog:
         return summary | {
             "traced_steps": total.steps,
             "busy_share": 100 * mean["busy_ms"] / mean["step_ms"],
-            "ab_ms": total.ab_ms(MIN_COMPARED),
-            "compared_steps": len(total.compared),
-            "bytes_per_step": total.sums["bytes"] / total.steps,
             "straggler": self._straggler,
             "clock": clock,
         }
@@ -228,7 +224,6 @@ class Totals:
         self.steps = 0
         self.sums: Counter[str] = Counter()
         self.late: Counter[int] = Counter()
-        self.compared: list[float] = []  # one in a hundred steps at most
 
     def add(self, figures: dict[str, Any]) -> None:
         """Count one more step."""
@@ -236,8 +231,6 @@ class Totals:
         for key in (*MEANS, *SUMS, "bubble"):
             self.sums[key] += figures[key]
         self.late[figures["late_rank"]] += 1
-        if figures["ab_ms"] is not None:
-            self.compared.append(figures["ab_ms"])
 
     def means(self) -> dict[str, float]:
         """Return the metrics: means per step, and the rank that was late most often."""
@@ -245,17 +238,9 @@ class Totals:
         # Shares of means, not means of shares: long steps count more.
         mean["exposed_share"] = 100 * mean["exposed_ms"] / mean["step_ms"]
         mean["late_rank"] = self.late.most_common(1)[0][0]
-        if self.compared:
-            mean["ab_ms"] = statistics.median(self.compared)
         if self.sums["transfer_s"]:
             mean["busbw_gbps"] = algbw_gbps(self.sums["bus_bytes"], self.sums["transfer_s"])
         return mean
-
-    def ab_ms(self, least: int) -> float | None:
-        """Return the median difference to no_sync; None below `least` comparisons: noise."""
-        if len(self.compared) < least:
-            return None
-        return statistics.median(self.compared)
 
 
 def merge(
@@ -373,9 +358,6 @@ def _figures(step: dict[str, Any], rank_notes: Sequence[dict[str, Any]]) -> dict
     """Return the numbers of one step: means over ranks, and the rank with most work of its own."""
     costs = [_communication_cost(notes) for notes in rank_notes]
     step_ms = [_counted_ms(phases) for phases in step["phases"]]
-    no_sync_ms = [
-        _no_sync_difference_ms(notes) for notes in rank_notes if notes["no_sync_s"] is not None
-    ]
     buckets = [c for c in step["collectives"] if c["bucket"] is not None]
     skew_ms = 0.0
     if buckets:
@@ -387,10 +369,9 @@ def _figures(step: dict[str, Any], rank_notes: Sequence[dict[str, Any]]) -> dict
         "busy_ms": 1e3 * statistics.fmean(cost.busy for cost in costs),
         "exposed_ms": 1e3 * statistics.fmean(cost.exposed for cost in costs),
         "hidden_ms": 1e3 * statistics.fmean(cost.hidden for cost in costs),
-        "ab_ms": statistics.fmean(no_sync_ms) if no_sync_ms else None,
         "skew_ms": skew_ms,
         **_late_figures(rank_notes),
-        **_traffic_figures(step["collectives"], buckets),
+        **_traffic_figures(buckets),
     }
 
 
@@ -403,13 +384,6 @@ def _communication_cost(notes: dict[str, Any]) -> StepCost:
 def _counted_ms(phases: Sequence[Any]) -> float:
     """Return the length of a step on one rank, without evaluation and checkpoints."""
     return float(sum(end - start for name, start, end in phases if name not in PAUSES))
-
-
-def _no_sync_difference_ms(notes: dict[str, Any]) -> float:
-    """Return by how much forward and backward were longer than without communication."""
-    last_s = {name: end - start for name, start, end in notes["phases"]}  # of each phase
-    synced_s = last_s["forward"] + last_s["backward"]
-    return float(1e3 * (synced_s - notes["no_sync_s"]))
 
 
 def _late_figures(rank_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -433,15 +407,8 @@ def _late_figures(rank_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _traffic_figures(
-    collectives: Sequence[dict[str, Any]], buckets: Sequence[dict[str, Any]]
-) -> dict[str, float]:
-    """Return the bytes of a step, the bytes of its buckets on the bus, and the buckets' seconds."""
-    sent_bytes = 0.0
-    for c in collectives:
-        if c["phase"] not in PAUSES:
-            sent_bytes += c["bytes"] * _fraction_of_ranks(c)
-
+def _traffic_figures(buckets: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the bytes of a step's buckets on the bus, and the seconds of their transfers."""
     bus_bytes = 0.0
     transfers_ms = []
     for c in buckets:
@@ -451,7 +418,6 @@ def _traffic_figures(
         start_ms = max(ms for ms in c["start_ms"] if ms is not None)
         transfers_ms.append((start_ms, start_ms + c["time_us"] / 1e3))
     return {
-        "bytes": sent_bytes,
         "bus_bytes": bus_bytes,
         # Buckets that run at the same time share the link, so that time counts once.
         "transfer_s": union_length(transfers_ms) / 1e3,

@@ -1,24 +1,16 @@
-"""Measure what every collective of a step costs: bytes, latency, bandwidth, and what is not hidden.
-
-    backward      ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
-    bucket 0            ├──────┤               hidden: compute runs meanwhile
-    bucket 1                   ├─────────┤
-    bucket 2 (last)                  ·   ├──────┤
-                                     └─exposed──┘ after the last bucket is ready, the step only waits
+"""Note on one rank when each collective of a traced step begins and ends.
 
 `CommRecorder` records moments on one rank in traced steps. It computes nothing until a logged step,
 where the loop waits for the device anyway. On CUDA a moment is an event in the stream that is read
-later; the recorder never synchronises. The definitions of algbw and busbw are those of NVIDIA's
-nccl-tests (PERFORMANCE.md), so the results can be compared.
+later; the recorder never synchronises. costs.py computes with what it has noted.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -29,106 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nanoray.observe.trace.costs import (
+    GLOO_LANES,
+    ClockOffset,
+    Collective,
+    Moment,
+    queue_starts,
+)
 from nanoray.parallel.axis import Axis, data_axis
 from nanoray.parallel.ddp import first_of
 from nanoray.parallel.mesh import Mesh
 
 # Of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved
 WINDOW_STEPS = 2
-NO_SYNC_EVERY = 100  # steps at least between two extra backward passes: under 1 % of the steps
-GLOO_LANES = 2  # threads of a gloo process group; each runs one collective at a time
 CLOCK_ROUNDS = 12
-
-Moment = Any  # float: time.perf_counter seconds; or a torch.cuda.Event that marks such a moment
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective as one rank saw it. Moments become seconds when the notes are read."""
-
-    op: str
-    what: str  # gradients | loss | eval | vote | ...
-    # default | control | patient | gradients (hand-written algorithms) | an axis: dp, tp, ...
-    group: str
-    phase: str
-    dtype: str
-    size_bytes: int
-    enqueue: Moment  # the data were ready on this rank
-    start: Moment  # it began to run, after earlier ones of its queue
-    end: Moment
-    # How `start` and `end` were obtained: events | queue (start follows from the order of the queue)
-    # | host (without the copy) | call
-    timing: str
-    bucket: int | None = None
-    last: bool = False  # the last bucket of a backward pass
-    # From when on this rank waited for a message that travels beside compute; None: a bucket, or a
-    # call, in which it waits from the start
-    wait: Moment | None = None
-
-    @property
-    def waits_from(self) -> Moment:
-        """The moment at which this rank begins to wait for a collective that is no bucket."""
-        return self.start if self.wait is None else self.wait
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """How long one step communicated, in seconds; busy = exposed + hidden."""
-
-    busy: float
-    exposed: float
-    hidden: float
-
-
-def account(collectives: Sequence[Collective]) -> StepCost:
-    """Return what communication cost one rank in one step.
-
-    Exposed is communication without compute beside it: from when the last bucket is ready to the
-    end of the last all-reduce, and calls that the rank waits in. Busy adds the time of buckets in
-    flight during backward, and of messages that travel before the rank waits for them.
-    """
-    buckets = [c for c in collectives if c.bucket is not None]
-    calls = [c for c in collectives if c.bucket is None]
-
-    # The rank waits in every call, so a call is exposed from its start to its end.
-    exposed = [(call.waits_from, call.end) for call in calls]
-    in_flight = [(call.start, call.end) for call in calls]
-
-    # Backward computes until its last bucket is ready. What follows only waits.
-    ready = max((c.enqueue for c in buckets if c.last), default=None)
-    if ready is not None:
-        exposed.append((ready, max(c.end for c in buckets)))
-        in_flight += [(c.start, c.end) for c in buckets]
-
-    # Unions, because several collectives may be in flight at once and time counts once.
-    exposed_s = union_length(exposed)
-    busy_s = union_length([*exposed, *in_flight])
-    return StepCost(busy_s, exposed_s, busy_s - exposed_s)
-
-
-def union_length(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    total = 0.0
-    reached = float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-def queue_starts(arrivals: Sequence[float], ends: Sequence[float], lanes: int) -> list[float]:
-    """Return when each job of a queue began, from arrivals and ends; `lanes` serve them in order.
-
-    NCCL runs the collectives of a communicator one after the other (1 lane): start = max(own
-    arrival, end of the one before).
-    """
-    free: list[float] = [float("-inf")] * lanes  # a heap: when each lane becomes free
-    starts = []
-    for arrival, end in zip(arrivals, ends, strict=True):
-        lane_free = heapq.heappop(free)
-        starts.append(min(end, max(arrival, lane_free)))
-        heapq.heappush(free, end)
-    return starts
 
 
 class Clock:
@@ -172,7 +78,6 @@ class _Step:
     step: int
     phases: list[tuple[str, Moment]] = field(default_factory=list)  # each lasts until the next
     collectives: list[Collective] = field(default_factory=list)
-    no_sync: tuple[Moment, Moment] | None = None  # a forward and backward without all-reduce
 
     @property
     def phase(self) -> str:
@@ -223,7 +128,6 @@ class CommRecorder:
 
         self._now: _Step | None = None
         self._done: list[_Step] = []
-        self._next_no_sync = 0
 
     def is_traced(self, step: int) -> bool:
         """Whether a step belongs to a window. It depends on the step alone, so all ranks agree."""
@@ -393,24 +297,6 @@ class CommRecorder:
             for index, params in sorted(self._bucket_params.items())
         }
 
-    def no_sync_due(self) -> bool:
-        """Whether to compare the step just traced with a backward that does not communicate."""
-        if not self._done:
-            return False
-        step = self._done[-1].step
-        inside_window = self.is_traced(step + 1) and self.every > 1
-        if inside_window or step < self._next_no_sync:
-            return False
-        self._next_no_sync = step + NO_SYNC_EVERY
-        return True
-
-    @contextmanager
-    def no_sync_pass(self) -> Iterator[None]:
-        """Time a forward and backward without communication."""
-        start = self.clock.now()
-        yield
-        self._done[-1].no_sync = (start, self.clock.now())
-
     def read(self) -> list[dict[str, Any]]:
         """Return the notes since the last call as plain data, in seconds of this rank's clock.
 
@@ -448,15 +334,10 @@ class CommRecorder:
         marks = [(name, seconds(moment)) for name, moment in notes.phases]
         phases = [[name, start, end] for (name, start), (_, end) in pairwise(marks)]
 
-        no_sync_s = None
-        if notes.no_sync:
-            start, end = notes.no_sync
-            no_sync_s = seconds(end) - seconds(start)
         return {
             "step": notes.step,
             "phases": phases,
             "collectives": [asdict(c) for c in sorted([*buckets, *calls], key=lambda c: c.enqueue)],
-            "no_sync_s": no_sync_s,
         }
 
 
@@ -467,39 +348,17 @@ def _nothing() -> None:
 # Clock offsets between hosts.
 
 
-@dataclass(frozen=True)
-class ClockOffset:
-    """How far a rank's clock is ahead of rank 0's, and the largest error of that. Seconds."""
-
-    offset: float
-    uncertainty: float
-
-    @classmethod
-    def of(cls, sent: float, reading: float, received: float) -> ClockOffset:
-        """Assume that the reading was taken in the middle of the round trip.
-
-        The error is at most half of the round trip.
-        """
-        half = (received - sent) / 2
-        return cls(reading - sent - half, half)
-
-
-def measure_offsets(
-    mesh: Mesh, clock: Callable[[], float] = time.perf_counter, always: bool = False
-) -> list[ClockOffset]:
+def measure_offsets(mesh: Mesh) -> list[ClockOffset]:
     """Return every rank's clock offset from rank 0; valid on rank 0 only. (all ranks)
 
     Processes of one host share a clock, so rank 0 compares its clock with one rank of each other
-    host (`always`: every rank) CLOCK_ROUNDS times and takes the fastest answer; the error is at
-    most half of that round trip (Cristian 1989). Takes about a millisecond per host on one switch.
+    host CLOCK_ROUNDS times and takes the fastest answer; the error is at most half of that round
+    trip (Cristian 1989). Takes about a millisecond per host on one switch.
     """
     # All ranks need the list, because all run the loop below.
     hosts = mesh.broadcast(mesh.gather(clock_domain()))
     assert hosts is not None
-    offset_of_host: dict[str, ClockOffset] = {}
-    if not always:
-        offset_of_host[hosts[0]] = ClockOffset(0.0, 0.0)
-
+    offset_of_host = {hosts[0]: ClockOffset(0.0, 0.0)}
     offsets = [ClockOffset(0.0, 0.0)]
     ping = torch.zeros(1)
     reading = torch.zeros(1, dtype=torch.float64)
@@ -512,19 +371,18 @@ def measure_offsets(
         best = ClockOffset(0.0, float("inf"))
         for _ in range(CLOCK_ROUNDS):
             if mesh.rank == 0:
-                sent = clock()
+                sent = time.perf_counter()
                 dist.send(ping, rank, group=mesh.control_group)
                 dist.recv(reading, rank, group=mesh.control_group)
-                measured = ClockOffset.of(sent, reading.item(), clock())
+                measured = ClockOffset.of(sent, reading.item(), time.perf_counter())
                 if measured.uncertainty < best.uncertainty:
                     best = measured
             elif mesh.rank == rank:
                 dist.recv(ping, 0, group=mesh.control_group)
-                reading[0] = clock()
+                reading[0] = time.perf_counter()
                 dist.send(reading, 0, group=mesh.control_group)
         offsets.append(best)
-        if not always:
-            offset_of_host[hosts[rank]] = best
+        offset_of_host[hosts[rank]] = best
     return offsets
 
 

@@ -1,6 +1,6 @@
 """Draw the timeline of traced steps: phases and collectives of all ranks.
 
-As a picture (SVG, PNG), and as JSON for Perfetto: `nanoray report timeline RUN [--step S]`.
+`nanoray report timeline RUN [--step S]` makes the picture, an SVG or a PNG.
 """
 
 from __future__ import annotations
@@ -12,19 +12,6 @@ from typing import Any
 
 MAX_DRAWN = 4  # steps in one picture
 MAX_RANKS = 16  # ranks in one picture
-
-# The keys of a collective that Perfetto shows
-SHOWN = (
-    "op",
-    "group",
-    "dtype",
-    "bytes",
-    "timing",
-    "latency_us",
-    "time_us",
-    "skew_us",
-    "busbw_gbps",
-)
 
 
 def group_of(step: dict[str, Any]) -> tuple[Any, Any]:
@@ -41,90 +28,6 @@ def newest_window(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             break
         window.insert(0, step)
     return window[-MAX_DRAWN:]
-
-
-def chrome_trace(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the steps in Chrome's trace format.
-
-    A rank is a process of it, with a row of phases and a row per kind of collective.
-    """
-    origin = steps[0]["origin_s"]
-    events: list[dict[str, Any]] = []
-    for rank in range(len(steps[0]["phases"])):
-        events.append(_metadata("process_name", {"name": f"rank {rank}"}, rank))
-        events.append(_metadata("process_sort_index", {"sort_index": rank}, rank))
-        # Rows are shared by all steps, so that a collective keeps its row.
-        rows = {"phases": 0}  # name -> number
-        for step in steps:
-            shift_us = 1e6 * (step["origin_s"] - origin)
-            events += _phase_slices(step, rank, shift_us)
-            events += _collective_slices(step, rank, shift_us, rows)
-        for name, row in rows.items():
-            events.append(_metadata("thread_name", {"name": name}, rank, row))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _metadata(name: str, args: dict[str, Any], rank: int, row: int | None = None) -> dict[str, Any]:
-    event: dict[str, Any] = {"ph": "M", "name": name, "pid": rank}
-    if row is not None:
-        event["tid"] = row
-    event["args"] = args
-    return event
-
-
-def _phase_slices(step: dict[str, Any], rank: int, shift_us: float) -> list[dict[str, Any]]:
-    slices = []
-    for name, start_ms, end_ms in step["phases"][rank]:
-        slices.append(
-            {
-                "ph": "X",
-                "name": name,
-                "cat": "phase",
-                "ts": shift_us + 1e3 * start_ms,
-                "dur": 1e3 * (end_ms - start_ms),
-                "pid": rank,
-                "tid": 0,
-                "args": {"step": step["step"]},
-            }
-        )
-    return slices
-
-
-def _collective_slices(
-    step: dict[str, Any], rank: int, shift_us: float, rows: dict[str, int]
-) -> list[dict[str, Any]]:
-    """Return a slice per collective of a rank; add to `rows` the rows that they need.
-
-    Slices of a row must not overlap, so collectives that do get another row: "gradients 2".
-    """
-    slices = []
-    free_ms: dict[str, float] = {}  # when each row becomes free
-    for c in sorted(_collectives_of(step, rank), key=lambda c: c["start_ms"][rank]):
-        start_ms = c["start_ms"][rank]
-        end_ms = c["end_ms"][rank]
-        row_name = c["what"]
-        number = 1
-        while free_ms.get(row_name, start_ms) > start_ms:
-            number += 1
-            row_name = f"{c['what']} {number}"
-        row = rows.setdefault(row_name, len(rows))
-        free_ms[row_name] = end_ms
-
-        args = {key: c[key] for key in SHOWN if key in c}
-        args["enqueue_us"] = shift_us + 1e3 * c["enqueue_ms"][rank]
-        slices.append(
-            {
-                "ph": "X",
-                "name": c["what"] if c["bucket"] is None else f"bucket {c['bucket']}",
-                "cat": "collective",
-                "ts": shift_us + 1e3 * start_ms,
-                "dur": 1e3 * (end_ms - start_ms),
-                "pid": rank,
-                "tid": row,
-                "args": args,
-            }
-        )
-    return slices
 
 
 def _collectives_of(step: dict[str, Any], rank: int) -> list[dict[str, Any]]:

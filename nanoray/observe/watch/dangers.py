@@ -1,4 +1,4 @@
-"""The columns of statistics.jsonl as a table; layers that explode, vanish or are dead. No torch."""
+"""The columns of statistics.jsonl as a table; layers that explode or vanish. No torch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,18 @@ import statistics
 from typing import Any
 
 FILE = "statistics.jsonl"
-# Key of a metrics record: for each layer, these shares of its elements in percent
-PRECISION = "precision_layers"
-ZERO = "zero"  # gradients
-SUBNORMAL = "subnormal"  # gradients
-UNCHANGED = "unchanged"  # weights
-PERCENT_KEYS = (ZERO, SUBNORMAL, UNCHANGED)
 COLUMNS = (
     "weight_rms",
     "grad_rms",
     "update_ratio",
     "activation_rms",
-    "attention_entropy",
-    "max_logit",
-    "dead",
 )
-MOST = {"activation_rms": 1e3, "max_logit": 100.0, "update_ratio": 0.1}  # above: exploding
-MOST_DEAD = 50.0  # % of a layer's units
+MOST = {"activation_rms": 1e3, "update_ratio": 0.1}  # above: exploding
 LEAST_GRAD = 1e-3  # a layer's gradient, as a share of the layers' median
 
 
 def dangers(layers: dict[str, dict[str, float | None]]) -> dict[str, str]:
-    """Return the dangers of a step: exploding, vanishing, dead -> the worst layer in words.
+    """Return the dangers of a step: exploding, vanishing -> the worst layer in words.
 
     A value of None was not finite.
     """
@@ -61,10 +51,6 @@ def dangers(layers: dict[str, dict[str, float | None]]) -> dict[str, str]:
             found["vanishing"] = (
                 f"grad_rms of {least} is {grads[least]:.3g}, that of the median layer {median:.3g}"
             )
-
-    dead, layer = _largest(layers, "dead")
-    if dead > MOST_DEAD:
-        found["dead"] = f"{dead:.0f} % of the hidden units of {layer} gave nothing in a micro batch"
     return found
 
 

@@ -2,7 +2,7 @@
 
     fit ─► instruments.begin_step        tracing, routing
         ─► instruments.phase             progress, ledger, statistics, profile, planned faults
-        ─► instruments.gradients_ready   routing, precision counts
+        ─► instruments.gradients_ready   routing
         ─► instruments.measured          throughput, and those above that have metrics
         ─► instruments.end_step          tracing
 

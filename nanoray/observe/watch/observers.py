@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
-from typing import Any, TextIO
+from typing import Any
 
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.settings import public
 from nanoray.machine.metrics import check_record
-from nanoray.machine.output import LINES, STEPS, say
+from nanoray.machine.output import STEPS, say
 from nanoray.machine.text import clock, short
 from nanoray.observe.track.observer import Observer
 from nanoray.observe.track.tracking import TRACKERS, Tracking
@@ -25,9 +25,8 @@ log = logging.getLogger("nanoray.rank")
 class Console(Observer):
     """Prints one line per logged step; console.py contains others, for terminals and --quiet."""
 
-    def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
-        self._stream = stream  # None: stdout, or the logging of a program
         self._first: tuple[float, int] | None = None
 
     def on_length(self, steps: int) -> None:
@@ -36,23 +35,15 @@ class Console(Observer):
 
     def on_note(self, text: str) -> None:
         """Print the line at once."""
-        self._say(text)
+        say(text)
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Print one aligned line."""
-        self._say(self.line(record), STEPS, record)
-
-    def _say(self, text: str, logger: str = LINES, record: dict[str, Any] | None = None) -> None:
-        if self._stream is None:
-            say(text, logger, record)
-        else:
-            print(text, file=self._stream, flush=True)
+        say(self.line(record), STEPS, record)
 
     def on_output(self, name: str, line: str) -> None:
         """Print a line that a script on rank 0 has written to its stdout or stderr."""
-        stream = self._stream or sys.stdout
-        if name == "stderr":
-            stream = sys.stderr
+        stream = sys.stderr if name == "stderr" else sys.stdout
         print(line, file=stream, flush=True)
 
     def line(self, record: dict[str, Any]) -> str:

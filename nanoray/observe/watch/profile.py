@@ -1,15 +1,12 @@
 """The cost of each operation of some steps: `--profile 5:8` writes profile/rank0.json.gz.
 
 torch.profiler records operations, what they allocate, kernels and collectives. The loop's phases are spans above them.
-`nanoray report timeline RUN --profile` puts the files of all ranks on one clock: see
-observe/trace/profiles.py.
+https://ui.perfetto.dev opens a rank's file.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,9 +17,9 @@ from torch.profiler import ProfilerActivity
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.faults.progress import OUTSIDE
-from nanoray.observe.trace.profiles import FOLDER, KEY, name_of
-from nanoray.observe.trace.recorder import measure_offsets
 from nanoray.parallel.mesh import Mesh
+
+FOLDER = "profile"  # in the run's folder
 
 
 class Profile:
@@ -35,7 +32,7 @@ class Profile:
         self._span: AbstractContextManager[Any] | None = None  # the present phase
 
     def begin(self, spec: RunSpec, mesh: Mesh, step: int) -> bool:
-        """Begin in a group of ranks, and drop an unfinished profile of the one before. (all ranks)
+        """Begin in a group of ranks, and drop an unfinished profile of the one before.
 
         `step` is the number of completed steps. Returns whether steps of this command are to be
         profiled.
@@ -50,15 +47,6 @@ class Profile:
             return False
         self._folder = spec.folder / FOLDER
         self._mesh = mesh
-
-        # The files of all ranks are put on rank 0's clock later.
-        clocks = [[clock.offset, clock.uncertainty] for clock in measure_offsets(mesh, time.time)]
-        ahead_s, uncertainty_s = mesh.broadcast(clocks)[mesh.rank]
-        self._about: dict[str, Any] = {
-            "rank": mesh.rank,
-            "ahead_s": ahead_s,
-            "uncertainty_s": uncertainty_s,
-        }
         return True
 
     def phase(self, step: int, phase: str) -> None:
@@ -69,13 +57,12 @@ class Profile:
                 self._finish()
             return
         if self._profiler is None:
-            self._start(step)
+            self._start()
         self._end_span()
-        self._about["steps"][1] = step
         self._span = torch.profiler.record_function(f"step {step}: {phase}")
         self._span.__enter__()
 
-    def _start(self, step: int) -> None:
+    def _start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # else it writes to stderr
         activities = [ProfilerActivity.CPU]
         if self._mesh.device.type == "cuda":
@@ -84,7 +71,6 @@ class Profile:
             activities=activities, record_shapes=True, profile_memory=True
         )
         self._profiler.start()
-        self._about["steps"] = [step, step]
 
     def _end_span(self) -> None:
         if self._span is not None:
@@ -99,8 +85,7 @@ class Profile:
 
     def _finish(self) -> None:
         profiler = self._profiler
-        path = self._folder / name_of(self._mesh.rank)
-        profiler.add_metadata_json(KEY, json.dumps(self._about))
+        path = self._folder / f"rank{self._mesh.rank}.json.gz"
         self._drop()
         # Under another name first, so that a reader finds a whole file or none. It ends in .gz, too:
         # torch then compresses it.

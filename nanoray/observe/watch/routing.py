@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, Routing, Z
 from nanoray.parallel.mesh import Mesh
 
@@ -14,10 +13,10 @@ LOADS = "expert_load"  # key of a record: for each layer, each expert's load ove
 
 
 class RoutingMeans:
-    """Averages the routing of logged steps over all ranks. For a model that has routers."""
+    """Averages the routing of logged steps over all ranks."""
 
-    def __init__(self, state: TrainState, mesh: Mesh) -> None:
-        self._state = state
+    def __init__(self, routing: Routing, mesh: Mesh) -> None:
+        self._routing = routing
         self._mesh = mesh
         self._fresh = False  # the routers hold nothing that belongs to another step
         self._means: Tensor | None = None  # of the newest logged step, (L, LOAD + E), on the device
@@ -34,58 +33,34 @@ class RoutingMeans:
         "data" phase, and its routing must not count.
         """
         if name == "data" and not self._fresh:
-            begin(self._state.model)
+            self._routing.begin()
             self._fresh = True
 
     def gradients_ready(self, step: int, logged: bool) -> None:
         """Average the routing of a logged step over all ranks. (all ranks)"""
-        if logged:
-            self._means = means(self._state.model, self._mesh)
+        own = self._routing.means() if logged else None
+        if own is not None:
+            self._means = self._mesh.all_reduce_mean(own, "loss")
 
     def measured(self) -> dict[str, Any]:
         """Return the numbers of the logged step. Waits for the device."""
-        return measured(self._means)
+        means = self._means
+        if means is None or not means.isfinite().all():
+            return {}
 
+        experts = means.shape[1] - LOAD
+        of_model = means.mean(0).tolist()  # (LOAD + E,)
 
-def routing_of(model: nn.Module) -> Routing | None:
-    """Return the routing of a model's experts; None for a model without experts."""
-    return getattr(model, "routing", None)
-
-
-def begin(model: nn.Module) -> None:
-    """Forget the routing before this step."""
-    routing = routing_of(model)
-    if routing:
-        routing.begin()
-
-
-def means(model: nn.Module, mesh: Mesh) -> Tensor | None:
-    """Return the step's means over all ranks, (L, LOAD + E), on the device. (all ranks)"""
-    routing = routing_of(model)
-    own = routing.means() if routing else None
-    if own is None:
-        return None
-    return mesh.all_reduce_mean(own, "loss")
-
-
-def measured(routed: Tensor | None) -> dict[str, Any]:
-    """Return the values for a record, given the step's means (L, LOAD + E). Waits for the device."""
-    if routed is None or not routed.isfinite().all():
-        return {}
-
-    experts = routed.shape[1] - LOAD
-    means_of_layers = routed.mean(0).tolist()  # (LOAD + E,)
-
-    # An expert's share of the tokens, as a multiple of an even share.
-    loads = []
-    for shares in routed[:, LOAD:].tolist():
-        loads.append([round(experts * share, 4) for share in shares])
-    return {
-        "moe/load_max": max(map(max, loads)),
-        "moe/load_min": min(map(min, loads)),
-        "moe/dropped": 100.0 * means_of_layers[DROPPED],
-        "moe/entropy": means_of_layers[ENTROPY],
-        "moe/balance_loss": means_of_layers[BALANCE],
-        "moe/z_loss": means_of_layers[Z],
-        LOADS: loads,
-    }
+        # An expert's share of the tokens, as a multiple of an even share.
+        loads = []
+        for shares in means[:, LOAD:].tolist():
+            loads.append([round(experts * share, 4) for share in shares])
+        return {
+            "moe/load_max": max(map(max, loads)),
+            "moe/load_min": min(map(min, loads)),
+            "moe/dropped": 100.0 * of_model[DROPPED],
+            "moe/entropy": of_model[ENTROPY],
+            "moe/balance_loss": of_model[BALANCE],
+            "moe/z_loss": of_model[Z],
+            LOADS: loads,
+        }

@@ -1,6 +1,6 @@
 """Statistics of each layer on every K-th step.
 
-They cover weights, gradients, updates, activations, attention and dead units. The instrument runs on
+They cover weights, gradients, updates and activations. The instrument runs on
 rank 0 alone and communicates nothing, so that no bit of the training changes. Hooks see the first
 micro batch; gradients are those of all ranks, before clipping.
 """
@@ -14,19 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.config import Config
 from nanoray.faults.progress import AFTER_UPDATE
-from nanoray.models.gpt import MLP, Attention, LMHead
-from nanoray.models.kernels import rotate
+from nanoray.models.gpt import LMHead
 from nanoray.observe.watch.dangers import FILE, dangers
-from nanoray.observe.watch.precision_stats import layer_of
 from nanoray.observe.watch.record_files import JsonlWriter
-
-# A hidden unit none of whose outputs is further from 0 than this, over a micro batch, is dead
-DEAD = 1e-3
 
 
 class Statistics:
@@ -64,10 +58,7 @@ class Statistics:
         if self._file is None:
             self._file = JsonlWriter(folder / FILE, step)
             if not self._hooks:
-                self._note(
-                    "note    statistics leave activations, attention and dead units out: the "
-                    "layers are compiled"
-                )
+                self._note("note    statistics leave activations out: the layers are compiled")
         return True
 
     def phase(self, step: int, phase: str) -> None:
@@ -97,24 +88,14 @@ class Statistics:
         self._cost_s = 0.0
 
     def _attach(self) -> None:
-        """Watch the first call of each layer, of each attention, and of each MLP's hidden units."""
+        """Watch the first call of each layer."""
         for name, module in self._model.named_modules():
             layer = layer_of(name)
             is_layer = bool(name) and name == layer and not isinstance(module, LMHead)
             if is_layer and next(module.parameters(), None) is not None:
-                self._watch(module, layer, activation_rms)
-            if isinstance(module, Attention):
-                self._watch(
-                    module.qkv, layer, lambda _, y, attention=module: attention_of(attention, y)
-                )
-            elif isinstance(module, MLP):
-                self._watch(
-                    module.up, layer, lambda _, y, form=module.gelu: {"dead": dead_percent(y, form)}
-                )
+                self._watch(module, layer)
 
-    def _watch(
-        self, module: nn.Module, layer: str, measure: Callable[..., dict[str, Tensor]]
-    ) -> None:
+    def _watch(self, module: nn.Module, layer: str) -> None:
         seen = list[bool]()
 
         @torch.no_grad()
@@ -127,7 +108,8 @@ class Statistics:
             if isinstance(output, tuple):
                 output = output[0]
             with torch.autocast(output.device.type, enabled=False):
-                self._layers.setdefault(layer, {}).update(measure(module, output.detach()))
+                squares = output.detach().float().square()
+                self._layers.setdefault(layer, {})["activation_rms"] = squares.mean().sqrt()
             self._cost_s += time.perf_counter() - began
 
         self._handles.append(module.register_forward_hook(hook))
@@ -187,9 +169,12 @@ class Statistics:
             self._note(f"warning  {text}")
 
 
-def activation_rms(module: nn.Module, y: Tensor) -> dict[str, Tensor]:
-    """Return the root mean square of a layer's output."""
-    return {"activation_rms": y.float().square().mean().sqrt()}
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: `blocks.3`, or the first part of its name."""
+    parts = name.split(".")
+    if len(parts) > 1 and parts[1].isdigit():
+        return f"{parts[0]}.{parts[1]}"
+    return parts[0]
 
 
 def rms(tensors: list[Tensor]) -> Tensor:
@@ -206,35 +191,3 @@ def rounded(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
-
-
-def attention_of(attention: Attention, qkv: Tensor) -> dict[str, Tensor]:
-    """Return entropy and largest logit of a micro batch's first sequence, given qkv (B, T, 3C).
-
-    The entropy of a query is divided by its largest possible one, the logarithm of the number of
-    positions that it sees. The mean over all queries is returned.
-    """
-    T = qkv.shape[1]
-    q, k, _ = (
-        y[:1].float().view(1, T, -1, attention.head_dim).transpose(1, 2) for y in qkv.chunk(3, -1)
-    )  # (1, H, T, head_dim)
-    if attention.rotary:
-        q = rotate(q)
-        k = rotate(k)
-    later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    scores = q @ k.transpose(-2, -1) * attention.head_dim**-0.5  # (1, H, T, T)
-    scores = scores.masked_fill(later, -math.inf)
-    weights = scores.softmax(-1)
-    entropy = torch.special.entr(weights).sum(-1)[..., 1:]  # the first query sees one position
-    largest = torch.arange(2, T + 1, device=q.device).log()
-    share = (entropy / largest).mean() if T > 1 else scores.new_ones(())
-    return {"max_logit": scores.max(), "attention_entropy": share}
-
-
-def dead_percent(hidden: Tensor, gelu: str = "none") -> Tensor:
-    """Return the share in % of an MLP's hidden units (..., 4C), before GELU, that are dead.
-
-    gelu: torch's word for its form.
-    """
-    largest = F.gelu(hidden.float(), approximate=gelu).abs().flatten(0, -2).amax(0)  # (4C,)
-    return 100.0 * (largest < DEAD).float().mean()

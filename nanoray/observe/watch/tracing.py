@@ -1,25 +1,20 @@
 """The instrument that traces collectives: which steps, through which wrapper, at which cost.
 
 observe/trace/recorder.py notes the collectives of this rank, and comm_log.py beside it merges the notes of all ranks.
-A traced step runs through the plan's second wrapper, and now and then one backward without
-communication is timed.
+A traced step runs through the plan's second wrapper.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
-from nanoray.data.seeding import rng_state, set_rng_state
-from nanoray.data.tokens import MicroBatches
 from nanoray.observe.trace.comm_log import CommLog
+from nanoray.observe.trace.costs import ClockOffset
 from nanoray.observe.trace.recorder import (
-    ClockOffset,
     CommRecorder,
     clock_domain,
     measure_offsets,
@@ -40,25 +35,19 @@ class Tracing:
         buckets: Callable[[], dict[int, list[str]]],
         log: CommLog | None,
         plan: Plan,
-        batches: MicroBatches,
-        state: TrainState,
         mesh: Mesh,
         note: Callable[[str], None],
-        pause: Callable[[float], None],
     ) -> None:
         """`buckets` returns the names of the parameters in each bucket; only rank 0 has a `log`.
 
-        `note` shows a line to the user; `pause` takes seconds out of the training time.
+        `note` shows a line to the user.
         """
         self._recorder = recorder
         self._buckets = buckets
         self._log = log
         self._plan = plan
-        self._batches = batches
-        self._state = state
         self._mesh = mesh
         self._note = note
-        self._pause = pause
         self._offsets: list[ClockOffset] = []
         self._hosts = 1
         self._next_offsets = 0  # step of the next comparison of clocks
@@ -83,27 +72,9 @@ class Tracing:
         self._recorder.phase(name)
 
     def end_step(self) -> None:
-        """End a traced step; now and then time a backward without communication. (all ranks)"""
+        """End a traced step. (all ranks)"""
         self._mesh.listener = None
         self._recorder.end()
-        # Sharded weights are gathered in every forward, and attention to other parts of a sequence
-        # needs their keys: then no backward can do without communication.
-        can_do_without = self._state.weights is None and self._plan.part is None
-        if not can_do_without or not self._recorder.no_sync_due():
-            return
-        # Wait before and after: the step's own work must not count, and all of this pass must.
-        wait_for(self._mesh.device)
-        start = time.perf_counter()
-        self._backward_alone(self._recorder.no_sync_pass())
-        wait_for(self._mesh.device)
-        self._pause(time.perf_counter() - start)
-
-    def _backward_alone(self, timed: AbstractContextManager[None]) -> None:
-        # The extra forward draws dropout masks, which the next step must not notice.
-        generators = rng_state(self._mesh.device)
-        x, y = self._batches.get(self._state.samples, 0)
-        self._plan.no_sync_backward(x, y, timed)
-        set_rng_state(generators, self._mesh.device)
 
     def measured(self) -> dict[str, Any]:
         """Return the metrics of the steps traced since the last record. (all ranks)
@@ -144,10 +115,8 @@ def tracing(
     spec: RunSpec,
     mesh: Mesh,
     plan: Plan,
-    batches: MicroBatches,
     state: TrainState,
     note: Callable[[str], None],
-    pause: Callable[[float], None],
 ) -> Tracing | None:
     """Return the instrument of the run, or None where tracing is off. (all ranks)
 
@@ -175,4 +144,4 @@ def tracing(
         log = CommLog(
             spec.folder / "comm", state.reported_step, spec.attempt, sizes, bubble, spec.started
         )
-    return Tracing(recorder, names, log, plan, batches, state, mesh, note, pause)
+    return Tracing(recorder, names, log, plan, mesh, note)

@@ -23,9 +23,8 @@ from nanoray.observe.trace.ledger import Ledger
 from nanoray.observe.track.observer import Observer
 from nanoray.observe.watch.instruments import Instruments
 from nanoray.observe.watch.observers import Observers
-from nanoray.observe.watch.precision_stats import PrecisionStats
 from nanoray.observe.watch.profile import Profile
-from nanoray.observe.watch.routing import RoutingMeans, routing_of
+from nanoray.observe.watch.routing import RoutingMeans
 from nanoray.observe.watch.statistics import Statistics
 from nanoray.observe.watch.throughput import Throughput
 from nanoray.observe.watch.tracing import tracing
@@ -74,7 +73,7 @@ class Watch:
 
         # Progress and ledger come first: the driver finds a hang by them, also in an instrument.
         instruments: list[object] = [self._progress, self._ledger]
-        trace = tracing(spec, mesh, par, batches, state, note, throughput.pause)
+        trace = tracing(spec, mesh, par, state, note)
         if trace:
             instruments.append(trace)
         # Rank 0 measures the statistics of layers.
@@ -82,11 +81,10 @@ class Watch:
             instruments.append(self._statistics)
         if self._profile.begin(spec, mesh, state.step):
             instruments.append(self._profile)
-        # These average over all ranks, so they are listed on every rank or on none.
-        if routing_of(state.model):
-            instruments.append(RoutingMeans(state, mesh))
-        if config.stats_every:
-            instruments.append(PrecisionStats(config.stats_every, config.precision, state, mesh))
+        # It averages over all ranks, so it is listed on every rank or on none.
+        routing = getattr(state.model, "routing", None)  # of a model with experts
+        if routing:
+            instruments.append(RoutingMeans(routing, mesh))
         # Planned faults fire after the others have noted the phase.
         if config.faults:
             instruments.append(injector)
