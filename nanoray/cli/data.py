@@ -1,6 +1,6 @@
 """`nanoray data tokenize|import|openwebtext|fineweb-edu`: prepare data for training.
 
-tokenize      turn text, JSON lines or parquet into token shards
+tokenize      turn text or JSON lines into token shards
 import        turn numpy's arrays of tokens (.npy) into token files
 openwebtext   the 8 million web pages of the preset gpt2-124m, as GPT-2's tokens
 fineweb-edu   10 billion tokens of educational web pages, as GPT-2's tokens
@@ -26,11 +26,11 @@ from nanoray.machine.atomic import json_mapping
 
 SHARD_TOKENS = 100_000_000
 KINDS = ("gpt2", "char", "byte")
-TOKENIZE = """Turn text, JSON lines or parquet into token shards in llm.c's format.
+TOKENIZE = """Turn text or JSON lines into token shards in llm.c's format.
 
 A text file (.txt, .md) is one document, and its end is for validation. Of JSON lines (.jsonl, .jsonl.gz)
-and parquet, each record's --field is a document, and the first of every 1 / val_fraction documents is for
-validation. GPT-2's tokens have <|endoftext|> after each document; characters and bytes a newline.
+each line's --field is a document, and the first of every 1 / val_fraction documents is for validation.
+GPT-2's tokens have <|endoftext|> after each document; characters and bytes a newline.
 
     nanoray data tokenize corpus/*.jsonl --out tokens
     nanoray train --dataset tokens
@@ -57,7 +57,7 @@ def _tokenize(argv: list[str]) -> int:
         metavar="|".join([*KINDS, "FOLDER"]),
         help="gpt2 (needs tiktoken), char, byte, or that of a folder of tokens [gpt2]",
     )
-    parser.add_argument("--field", default="text", help="of a line of JSON, or a column [text]")
+    parser.add_argument("--field", default="text", help="of a line of JSON [text]")
     _add_flags_of_shards(parser, 0.01)
     args = parser.parse_args(argv)
 

@@ -2,7 +2,6 @@
 
 a text file    one document, in pieces; its end is for validation
 JSON lines     a document in each line: the text of a field
-parquet        a document in each row: the text of a column; needs pyarrow
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".jsonl.gz": "jsonl",
     ".ndjson.gz": "jsonl",
-    ".parquet": "parquet",
 }
 PIECE = 1 << 20  # bytes of a piece of a text file, about
 _SPACES = " \n\t\r"
@@ -68,9 +66,6 @@ class Files:
         self._field = field
         self._val_fraction = val_fraction
         self._formats = [format_of(path) for path in paths]
-        for path, kind in zip(paths, self._formats, strict=True):
-            if kind == "parquet":
-                require_column(path, field)
 
     def pieces(self) -> Iterator[DocumentPiece]:
         splits = Divider(self._val_fraction)
@@ -78,8 +73,7 @@ class Files:
             if kind == "text":
                 yield from self._read_text(path)
                 continue
-            texts = self._read_lines(path) if kind == "jsonl" else self._read_rows(path)
-            for text in texts:
+            for text in self._read_lines(path):
                 if text:
                     yield splits.piece(text)
 
@@ -100,19 +94,6 @@ class Files:
                 if line.strip():
                     yield _text_of_line(line, self._field, f"line {number} of {path}")
 
-    def _read_rows(self, path: Path) -> Iterator[str | None]:
-        for batch in import_parquet().ParquetFile(path).iter_batches(columns=[self._field]):
-            yield from batch.column(0).to_pylist()
-
-
-def import_parquet() -> Any:
-    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
-    try:
-        from pyarrow import parquet  # optional, and slow to import
-    except ImportError:
-        raise DataError("parquet files need pyarrow; pip install 'nanoray[parquet]'") from None
-    return parquet
-
 
 def format_of(path: Path) -> str:
     """Return the format of a file by its ending. Raises DataError for another one."""
@@ -124,24 +105,6 @@ def format_of(path: Path) -> str:
     raise DataError(
         f"{path} ends in none of {', '.join(FORMATS)}; name it by what it holds, or unpack it"
     )
-
-
-def require_column(path: Path, column: str) -> None:
-    """Raise DataError unless a parquet file has a column of text under this name."""
-    parquet = import_parquet()
-    try:
-        schema = parquet.read_schema(path)
-    except Exception as error:  # pyarrow's errors have no common base
-        raise DataError(f"cannot read {path} as parquet: {error}") from None
-    if column not in schema.names:
-        raise DataError(
-            f"{path} has no column {column}; it has {', '.join(schema.names)}: choose with --field"
-        )
-    kind = str(schema.field(column).type)
-    if kind not in ("string", "large_string"):
-        raise DataError(
-            f"the column {column} of {path} holds {kind} and no text; choose another with --field"
-        )
 
 
 def read_piece(path: Path, start: int, end: int) -> tuple[str, int]:

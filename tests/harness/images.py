@@ -13,7 +13,7 @@ from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config, resolve_batch
-from nanoray.data.cifar10 import generate, store
+from nanoray.data.cifar10 import generate, store_images
 from nanoray.data.dataset import DatasetInfo
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.precision import LossScaler
@@ -50,10 +50,7 @@ TINY = {
 
 def small_dataset(folder: Path, train: int = TRAIN, val: int = VAL) -> DatasetInfo:
     """Write a dataset of so many generated images."""
-    splits = generate(0, train), generate(train, val)
-    return store(
-        folder, DatasetInfo("small", "small", folder, "uint8", 10, train, val, "", "", {}), *splits
-    )
+    return store_images("small", "small", folder, generate(0, train), generate(train, val))
 
 
 def image_spec(images: DatasetInfo, out_dir: Path, **overrides: Any) -> RunSpec:

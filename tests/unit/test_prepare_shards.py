@@ -1,4 +1,4 @@
-"""Token shards from text, JSON lines, parquet and data sets of the hub: their tokens, and what is refused."""
+"""Token shards from text, JSON lines and data sets of the hub: their tokens, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -54,16 +52,9 @@ def write_gzip(folder: Path) -> Path:
     return path
 
 
-def write_parquet(folder: Path) -> Path:
-    path = folder / "a.parquet"
-    pq.write_table(pa.table({"text": [*DOCUMENTS, None], "id": [0] * 26}), path, row_group_size=4)
-    return path
-
-
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "jsonl": write_jsonl,
     "jsonl.gz": write_gzip,
-    "parquet": write_parquet,
 }
 
 
@@ -168,8 +159,6 @@ def make_wrong_files(folder: Path) -> None:
     (folder / "other.jsonl").write_text('{"content": "a"}')
     (folder / "number.jsonl").write_text('{"text": 3}')
     (folder / "empty.jsonl").write_text('{"text": ""}')
-    pq.write_table(pa.table({"content": ["a"], "n": [1]}), folder / "a.parquet")
-    (folder / "bad.parquet").write_bytes(b"PAR1")
     (folder / "file").write_text("x")
 
 
@@ -184,9 +173,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no field": ("other.jsonl", "has no text under text; it must be an object with one: choose"),
     "a number": ("number.jsonl", "has no text under text"),
     "no text": ("empty.jsonl", "no tokens for training, and 0 for validation; give more text"),
-    "no column": ("a.parquet", "has no column text; it has content, n: choose with --field"),
-    "not text": ("a.parquet --field n", "the column n of .* holds int64 and no text"),
-    "no parquet": ("bad.parquet", "cannot read .*bad.parquet as parquet: "),
     "what exists": ("a.txt --out file", "file already exists; give --out another name"),
     "no folder": ("a.txt --out no/out", "cannot write .*no/out .*; choose another folder"),
     "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, char, byte, and"),
