@@ -92,11 +92,6 @@ class SealedStore(dist.Store):
         values = self._inner.multi_get(names)  # one request, however many ranks there are
         return [self._unseal(name, bytes(value)) for name, value in zip(names, values, strict=True)]
 
-    def multi_set(self, names: list[str], values: list[str | bytes]) -> None:
-        """Store several values."""
-        for name, value in zip(names, values, strict=True):
-            self.set(name, value)
-
     def add(self, name: str, amount: int) -> int:
         """Add to a counter and return it."""
         return int(self._inner.add(name, amount))
@@ -122,18 +117,6 @@ class SealedStore(dist.Store):
     def check(self, names: list[str]) -> bool:
         """Return whether all names are there."""
         return bool(self._inner.check(names))
-
-    def delete_key(self, name: str) -> bool:
-        """Remove a name."""
-        return bool(self._inner.delete_key(name))
-
-    def num_keys(self) -> int:
-        """Return how many names there are."""
-        return int(self._inner.num_keys())
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long `get` and `wait` wait."""
-        self._inner.set_timeout(timeout)
 
     def abort(self) -> None:
         """Shut down gloo's TCP connections in this process. (any thread, any number of times)
