@@ -426,7 +426,12 @@ class Buckets(DataParallel):
     def mirror_gradients(self) -> bool:
         if self.mirror_shards is None:
             return False
-        self._axis.pass_on(self.gradients, self.mirrored_gradients, self._mirror, "mirror")
+        # All slices travel at once.
+        arriving = []
+        for own, into in zip(self.gradients, self.mirrored_gradients, strict=True):
+            arriving.append(self._axis.start_pass_on(own, self._mirror, "mirror", into))
+        for arrived in arriving:
+            arrived()
         return True
 
     @property

@@ -48,7 +48,7 @@ from nanoray.parallel.axis import Axis
 from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
-from nanoray.parallel.pieces import Piece, Shard, whole_pieces
+from nanoray.parallel.pieces import Piece, Shard, received_gradients, whole_pieces
 from nanoray.parallel.tp_experts import SplitExperts
 
 
@@ -198,6 +198,7 @@ class ExpertParallel(DataParallel):
         if mode != "ddp_by_hand":
             self.shards = [*(self._rest.shards or []), *(self._experts.shards or [])]
         self._others = self._copied(others) if others else []
+        self._others_grad = received_gradients(self._others, model)
         mirrored = [
             *(self._rest.mirror_shards or []),
             *(self._experts.mirror_shards or []),
@@ -210,18 +211,11 @@ class ExpertParallel(DataParallel):
         self.mirrored_gradients = received
 
     def _copied(self, others: Mapping[str, tuple[Tensor, Piece]]) -> list[Shard]:
-        """Return shards of another rank's experts, in the order of this rank's shards.
-
-        Their gradients lie in one tensor, to be received.
-        """
+        """Return shards of another rank's experts, in the order of this rank's shards."""
         shards = []
         for own in self._experts.shards or ():  # each is a whole one: no rank shares it
             weights, piece = others[own.piece.name]
             shards.append(Shard(piece, nn.Parameter(weights.flatten()), own.decays))
-        sizes = [shard.param.numel() for shard in shards]
-        self._others_grad = shards[0].param.new_zeros(sum(sizes))
-        for shard, grad in zip(shards, self._others_grad.split(sizes), strict=True):
-            shard.param.grad = grad
         return shards
 
     @property
@@ -260,7 +254,7 @@ class ExpertParallel(DataParallel):
                 for shard in self._experts.shards or ()
                 if shard.param.grad is not None
             ]
-            self._data.pass_on([torch.cat(own)], [self._others_grad], self._mirror, "mirror")
+            self._data.start_pass_on(torch.cat(own), self._mirror, "mirror", self._others_grad)()
         return self.mirror_shards is not None
 
     def norm(self) -> Tensor:

@@ -272,25 +272,14 @@ def _listen(host: str, port: int, only_here: bool = True) -> socket.socket:
     `only_here`, where the machine's own name is a loopback address, as Debian and Ubuntu set it.
     """
     by_name = host not in ("localhost", "127.0.0.1", "::1")
-    missing: list[tuple[str, OSError]] = []
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if by_name and not only_here and is_loopback(str(address[0])):
             continue
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(address)
+            return socket.create_server(address, family=family, backlog=4096)
         except OSError as error:
-            listener.close()
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            missing.append((str(address[0]), error))
-            continue
-        listener.listen(4096)
-        return listener
-    # Behind a NAT another address leads here. To a loopback that is not there nothing leads.
-    if missing and all(is_loopback(address) for address, _ in missing):
-        raise missing[0][1]
     return socket.create_server(("", port), backlog=4096)
 
 
