@@ -19,7 +19,7 @@ from nanoray.data.documents import Files
 from nanoray.data.headers import LLMC_HEADER_BYTES
 from nanoray.data.tokenizer import ByteTokenizer
 
-BYTE = {"kind": "byte"}
+BYTE = ByteTokenizer()
 
 
 DOCUMENTS = [f"document {n}: {'é ' * (n % 5)}\n\nend" for n in range(23)] + ["", "ends\n"]
@@ -132,12 +132,11 @@ def test_a_text_is_one_document_whose_end_is_for_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE", 7)
-    monkeypatch.setattr(prepare_shards, "tokenizer_from_json", lambda values: Merging())
     texts = ["\ufeffab  ab\n\n ab\nab\nlast line", "ab"]
     for name, text in zip("ab", texts, strict=True):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     source = Files([tmp_path / "a.txt", tmp_path / "b.txt"], "text", 0.3)
-    prepare_shards.prepare_shards(source, {"kind": "gpt2"}, tmp_path / "out", 9, lambda line: None)
+    prepare_shards.prepare_shards(source, Merging(), tmp_path / "out", 9, lambda line: None)
 
     encode = Merging().encode
     train = [*encode("ab  ab\n\n ab\nab\n").tolist(), 300, *encode("ab").tolist(), 300]
@@ -175,7 +174,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no text": ("empty.jsonl", "no tokens for training, and 0 for validation; give more text"),
     "what exists": ("a.txt --out file", "file already exists; give --out another name"),
     "no folder": ("a.txt --out no/out", "cannot write .*no/out .*; choose another folder"),
-    "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, char, byte, and"),
+    "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, byte; choose"),
     "shard_tokens": ("a.txt --shard_tokens 0", "shard_tokens = 0 is not above 0"),
     "val_fraction": ("a.txt --val_fraction 1", "val_fraction = 1 is not between 0 and 0.5"),
 }
