@@ -119,10 +119,10 @@ def read_piece(path: Path, start: int, end: int) -> tuple[str, int]:
             file.seek(start)
             data = file.read(min(size, end - start))
         if start + len(data) < end:
-            text = _decode(data, path, start, is_last=False)
+            text = decode(data, str(path), start, is_last=False)
             cut = _last_break(text)
         else:
-            text = _decode(data, path, start, is_last=True)
+            text = decode(data, str(path), start)
             cut = len(text)
         if cut:
             piece = text[:cut]
@@ -142,12 +142,15 @@ def _last_break(text: str) -> int:
     return 0
 
 
-def _decode(data: bytes, path: Path, start: int, is_last: bool) -> str:
-    """Return the text of bytes; the last character of a piece may be cut off."""
+def decode(data: bytes, where: str, start: int = 0, is_last: bool = True) -> str:
+    """Return the text of bytes, which begin at `start` of a file. Raises DataError.
+
+    The last character of a piece that is not the last one may be cut off.
+    """
     nul = data.find(b"\0")
     if nul >= 0:  # UTF-16 and binary files have them
         raise DataError(
-            f"{path} is not UTF-8 text (NUL byte at offset {start + nul}); convert it, e.g. iconv -f "
+            f"{where} is not UTF-8 text (NUL byte at offset {start + nul}); convert it, e.g. iconv -f "
             "utf-16 -t utf-8"
         )
     try:
@@ -157,7 +160,7 @@ def _decode(data: bytes, path: Path, start: int, is_last: bool) -> str:
         if cut_off and len(data) - error.start < 4:
             return data[: error.start].decode("utf-8")
         raise DataError(
-            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {start + error.start} "
+            f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at offset {start + error.start} "
             f"({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
         ) from None
 

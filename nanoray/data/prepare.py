@@ -19,6 +19,7 @@ from nanoray.config import Config
 from nanoray.data import cifar10
 from nanoray.data.cache import cache_dir, reuse, store, write
 from nanoray.data.dataset import DatasetInfo, absolute, script_data
+from nanoray.data.documents import decode
 from nanoray.data.download import ANSWER_S, FetchFailed, NotDownloaded, fetch
 from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import tokenizer_from_json
@@ -275,18 +276,5 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
 def _decode(source: _Source) -> str:
     if not source.data:
         raise DataError(f"{source.where} is empty; name a UTF-8 text file with --dataset PATH")
-    # Many binary files decode as UTF-8; a NUL byte gives them away.
-    nul = source.data.find(b"\0")
-    if nul >= 0:
-        raise DataError(
-            f"{source.where} is binary (NUL byte at offset {nul}); name a text file with --dataset "
-            "PATH"
-        )
-    try:
-        # Without the mark that editors on Windows put before a text: it would be a character
-        return source.data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source.where} is not UTF-8: byte 0x{source.data[error.start]:02x} at offset "
-            f"{error.start} ({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from None
+    # Without the mark that editors on Windows put before a text: it would be a character
+    return decode(source.data, source.where).removeprefix("\ufeff")

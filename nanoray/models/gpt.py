@@ -112,19 +112,8 @@ class ModelShape:
         return self.padded_vocab
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sizes as plain data, without those of unused features."""
-        sizes = asdict(self)
-        if not self.experts:
-            for key in _OF_EXPERTS:
-                del sizes[key]
-        if not self.rotary:
-            del sizes["rotary"]
-        if self.gelu == "exact":
-            del sizes["gelu"]
-        return sizes
-
-
-_OF_EXPERTS = ("experts", "experts_per_token", "expert_hidden", "shared_experts")
+        """Return the sizes as plain data."""
+        return asdict(self)
 
 
 class GPT(nn.Module):
