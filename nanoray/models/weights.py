@@ -1,7 +1,7 @@
 """The parameters of a GPT on one rank, tensor by tensor, without the memory for them.
 
-A model of one layer is built on the meta device and lists its parameters; all layers are alike. Tests
-compare them with models that are built (tests/unit/test_model.py) and cut (test_predict.py).
+A model of one layer is built on the meta device and lists its parameters: all layers have the same.
+Tests compare them with models that are built (tests/unit/test_model.py) and cut (test_predict.py).
 """
 
 from __future__ import annotations
