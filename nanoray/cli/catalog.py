@@ -37,7 +37,7 @@ COMMANDS = {
     "data": CommandLine(
         "data and weights",
         "nanoray.cli.data",
-        "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",
+        "prepare texts and JSON lines as token shards; OpenWebText, FineWeb-Edu",
     ),
     "checkpoint": CommandLine(
         "data and weights",

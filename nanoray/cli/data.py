@@ -1,6 +1,6 @@
 """`nanoray data tokenize|import|openwebtext|fineweb-edu`: prepare data for training.
 
-tokenize      turn text, JSON lines or parquet into token shards
+tokenize      turn text or JSON lines into token shards
 import        turn numpy's arrays of tokens (.npy) into token files
 openwebtext   the 8 million web pages of the preset gpt2-124m, as GPT-2's tokens
 fineweb-edu   10 billion tokens of educational web pages, as GPT-2's tokens
@@ -20,17 +20,16 @@ from nanoray.data.documents import Files
 from nanoray.data.hub import SETS, Hub
 from nanoray.data.import_tokens import import_arrays
 from nanoray.data.prepare_shards import prepare_shards
-from nanoray.data.tokenizer import tokenizer_from_json
+from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
-from nanoray.machine.atomic import json_mapping
 
 SHARD_TOKENS = 100_000_000
-KINDS = ("gpt2", "char", "byte")
-TOKENIZE = """Turn text, JSON lines or parquet into token shards in llm.c's format.
+KINDS = ("gpt2", "byte")
+TOKENIZE = """Turn text or JSON lines into token shards in llm.c's format.
 
 A text file (.txt, .md) is one document, and its end is for validation. Of JSON lines (.jsonl, .jsonl.gz)
-and parquet, each record's --field is a document, and the first of every 1 / val_fraction documents is for
-validation. GPT-2's tokens have <|endoftext|> after each document; characters and bytes a newline.
+each line's --field is a document, and the first of every 1 / val_fraction documents is for validation.
+GPT-2's tokens have <|endoftext|> after each document, bytes a newline.
 
     nanoray data tokenize corpus/*.jsonl --out tokens
     nanoray train --dataset tokens
@@ -54,10 +53,10 @@ def _tokenize(argv: list[str]) -> int:
     parser.add_argument(
         "--tokenizer",
         default="gpt2",
-        metavar="|".join([*KINDS, "FOLDER"]),
-        help="gpt2 (needs tiktoken), char, byte, or that of a folder of tokens [gpt2]",
+        metavar="|".join(KINDS),
+        help="gpt2 (needs tiktoken) or byte [gpt2]",
     )
-    parser.add_argument("--field", default="text", help="of a line of JSON, or a column [text]")
+    parser.add_argument("--field", default="text", help="of a line of JSON [text]")
     _add_flags_of_shards(parser, 0.01)
     args = parser.parse_args(argv)
 
@@ -93,7 +92,7 @@ def _prepare_set(name: str, argv: list[str]) -> int:
         help=f"a folder with a copy of its files, or another name on the hub [{data.path}]",
     )
     parser.add_argument(
-        "--tokenizer", default="gpt2", metavar="|".join(KINDS), help="gpt2, char or byte [gpt2]"
+        "--tokenizer", default="gpt2", metavar="|".join(KINDS), help="gpt2 or byte [gpt2]"
     )
     _add_flags_of_shards(parser, data.val_fraction)
     args = parser.parse_args(argv)
@@ -120,7 +119,7 @@ def _add_flags_of_shards(parser: Any, val_fraction: float) -> None:
     )
 
 
-def _prepare(source: Any, tokenizer: str | dict[str, Any], args: Any) -> None:
+def _prepare(source: Any, tokenizer: Tokenizer, args: Any) -> None:
     if args.shard_tokens < 1:
         raise DataError(
             f"shard_tokens = {args.shard_tokens} is not above 0; leave it out, or raise it"
@@ -140,26 +139,16 @@ def _fraction(value: float) -> float:
     return value
 
 
-def _parse_tokenizer(given: str) -> str | dict[str, Any]:
-    """Return char, or the description of a tokenizer. Raises DataError."""
-    if given == "char":
-        return given
-    if given in KINDS:
-        tokenizer = tokenizer_from_json({"kind": given})
-        tokenizer.encode("")  # whether GPT-2's can be loaded
-        return tokenizer.to_json()
-
-    path = Path(given).expanduser()
-    if path.is_dir():
-        path /= "meta.json"
-    try:
-        described = json_mapping(path.read_bytes())["tokenizer"]
-        return tokenizer_from_json(described).to_json()
-    except (OSError, ValueError, KeyError, TypeError, DataError):
+def _parse_tokenizer(given: str) -> Tokenizer:
+    """Return a tokenizer, which can encode. Raises DataError."""
+    if given not in KINDS:
         raise DataError(
-            f"tokenizer = {given} is none of {', '.join(KINDS)}, and no folder whose meta.json has a "
-            "tokenizer; choose of these"
-        ) from None
+            f"tokenizer = {given} is none of {', '.join(KINDS)}; choose of these, or let a run read "
+            "a text: --dataset FILE --tokenizer char"
+        )
+    tokenizer = tokenizer_from_json({"kind": given})
+    tokenizer.encode("")  # whether GPT-2's can be loaded
+    return tokenizer
 
 
 if __name__ == "__main__":

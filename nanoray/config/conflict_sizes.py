@@ -53,13 +53,6 @@ def require_divisible(
         raise ConfigError(problem)
 
 
-def require_stages(pp: int, chunks: int, n_layer: int) -> None:
-    """Raise ConfigError unless n_layer divides into `pp` stages of `chunks` chunks each."""
-    problem = _undivided_by_stages(pp, chunks, n_layer)
-    if problem:
-        raise ConfigError(problem)
-
-
 def require_groups(kind: str, pp: int, accum: int) -> None:
     """Raise ConfigError unless the micro batches of a step fit the schedule."""
     problem = _undivided_by_groups(kind, pp, accum)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 from typing import Literal
 
@@ -15,23 +13,13 @@ IMAGES = ("cifar10", "cifar10-generated")  # data sets of images; all others are
 _SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
-def is_pattern(dataset: str) -> bool:
-    """Return whether `dataset` names several files by * ? or [], and no file or folder itself."""
-    return glob.has_magic(dataset) and not os.path.exists(dataset)
-
-
-def exists(dataset: str) -> bool:
-    """Return whether the file or folder is there, or files that a pattern matches."""
-    return os.path.exists(dataset) or bool(is_pattern(dataset) and glob.glob(dataset))
-
-
 class DataKeys(Group):
     """The data: which set, where it comes from, and how text becomes tokens."""
 
     # Which data, and where they come from
     dataset: str = path("auto", "data", min_length=1)
     """auto (cached, downloaded, else Python's standard library) | shakespeare | stdlib | PATH of a
-    text file, or of a folder with token files | 'PATTERN' of token files; resnet: auto | cifar10 |
+    text file, or of a folder with token files; resnet: auto | cifar10 |
     cifar10-generated (patterns of 10 classes under noise)"""
 
     data_url: str = path("", "data")

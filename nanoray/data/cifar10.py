@@ -8,10 +8,8 @@ to disk.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
-import json
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from nanoray.config import Config
-from nanoray.data.dataset import DatasetInfo, cache_dir, write
+from nanoray.data.cache import cache_dir, reuse, store
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.download import FetchFailed, fetch
 from nanoray.data.order import mix
-from nanoray.data.verify import verify
 from nanoray.errors import DataError
-from nanoray.machine.atomic import json_mapping
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 # Of its 170,052,171 bytes
@@ -64,16 +61,11 @@ def prepare(config: Config) -> DatasetInfo:
         ) from None
 
 
-def folder_of(config: Config) -> Path:
-    """Return the folder of the real images in the cache; it is complete when it has a meta.json."""
-    return cache_dir(config) / "images" / f"cifar10-{SHA256[:16]}"
-
-
 def _real(config: Config) -> DatasetInfo:
     """Reuse the cached files, or make them from the archive. Raises FetchFailed."""
     note = "cifar10: 60,000 photographs of 10 classes (Krizhevsky 2009)"
-    folder = folder_of(config)
-    cached = _reuse(folder, "cifar10")
+    folder = cache_dir(config) / "images" / f"cifar10-{SHA256[:16]}"
+    cached = reuse(folder)
     if cached is not None:
         return replace(cached, note=f"{note}, cached")
     url = config.data_url or URL
@@ -83,8 +75,7 @@ def _real(config: Config) -> DatasetInfo:
     if digest != SHA256:
         raise FetchFailed(f"these {len(data)} bytes are another file", got=digest)
     train, val = read_archive(data)
-    info = _describe("cifar10", f"{note}, from {url}", folder, train, val, digest)
-    return store(folder, info, train, val)
+    return store_images("cifar10", f"{note}, from {url}", folder, train, val, digest)
 
 
 def read_archive(data: bytes) -> tuple[bytes, bytes]:
@@ -109,13 +100,12 @@ def _generated(config: Config, why: str) -> DatasetInfo:
     """Reuse or make images that a network can learn to classify, in the sizes of CIFAR-10."""
     note = f"cifar10-generated: patterns of 10 classes under noise, in place of photographs{why}"
     folder = cache_dir(config) / "images" / "cifar10-generated-v1"
-    cached = _reuse(folder, "cifar10-generated")
+    cached = reuse(folder)
     if cached is not None:
         return replace(cached, note=note)
     train = generate(0, TRAIN_IMAGES)
     val = generate(TRAIN_IMAGES, VAL_IMAGES)
-    info = _describe("cifar10-generated", note, folder, train, val, "")
-    return store(folder, info, train, val)
+    return store_images("cifar10-generated", note, folder, train, val)
 
 
 def generate(first: int, count: int) -> bytes:
@@ -154,10 +144,14 @@ def _hash_to_bytes(z: np.ndarray) -> np.ndarray:
     return mix(z).astype("<u8").reshape(-1).view(np.uint8)
 
 
-def _describe(
-    name: str, note: str, folder: Path, train: bytes, val: bytes, source_sha256: str
+def store_images(
+    name: str, note: str, folder: Path, train: bytes, val: bytes, source_sha256: str = ""
 ) -> DatasetInfo:
-    return DatasetInfo(
+    """Write the files of the cache, and return their record."""
+    # One hash over both files, in the order in which `verify` reads them.
+    digest = hashlib.sha256(train)
+    digest.update(val)
+    info = DatasetInfo(
         name=name,
         note=note,
         path=folder,
@@ -166,29 +160,9 @@ def _describe(
         train_tokens=len(train) // RECORD,
         val_tokens=len(val) // RECORD,
         sha256=source_sha256,
-        tokens_sha256="",  # `store` computes it
+        tokens_sha256=digest.hexdigest(),
         tokenizer={},
+        kind="images",
     )
-
-
-def store(folder: Path, info: DatasetInfo, train: bytes, val: bytes) -> DatasetInfo:
-    """Write the files of the cache; meta.json comes last, so a folder that has it is complete."""
-    # One hash over both files, in the order in which `verify` reads them.
-    digest = hashlib.sha256(train)
-    digest.update(val)
-    info = replace(info, path=folder, tokens_sha256=digest.hexdigest(), kind="images")
-    write(folder / "train.bin", train)
-    write(folder / "val.bin", val)
-    write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
-    verify(info)
+    store(info, train, val)
     return info
-
-
-def _reuse(folder: Path, name: str) -> DatasetInfo | None:
-    """Return the record of a complete and unchanged folder; None when it is absent or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError, DataError):
-        info = DatasetInfo.from_dict(json_mapping((folder / "meta.json").read_bytes()))
-        info = replace(info, path=folder, name=name)
-        verify(info)
-        return info
-    return None

@@ -1,4 +1,4 @@
-"""The record of a prepared dataset, and the cache that its files are in."""
+"""The record of a prepared dataset."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.config import Config
 from nanoray.errors import DataError
-from nanoray.machine.atomic import replace_bytes
 
 CHUNK_BYTES = 1 << 24  # a multiple of every token's size
 
@@ -100,36 +98,6 @@ def script_data() -> DatasetInfo:
         tokenizer={},
         kind="own",
     )
-
-
-def cache_dir(config: Config) -> Path:
-    """Return the folder of downloads and tokens.
-
-    It is data_dir, else $XDG_CACHE_HOME/nanoray, else ~/.cache/nanoray.
-    """
-    folder = config.data_dir
-    if not folder:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanoray")
-    # Absolute, because ranks may run in another working directory.
-    path = absolute(folder)
-    # expanduser returns "~" unchanged when there is no home.
-    if folder.startswith("~/") and os.path.expanduser(folder) == folder:
-        raise DataError(
-            f"no home folder for the cache {folder}; name a writable folder with --data_dir"
-        )
-    return path
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file of the cache whole or not at all. Raises DataError when it cannot."""
-    try:
-        # By a rename, so that another process reads no half of a file.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(path, data)
-    except OSError as error:
-        raise DataError(
-            f"cannot write {path}: {error.strerror}; name a writable folder with --data_dir"
-        ) from None
 
 
 def absolute(path: str) -> Path:

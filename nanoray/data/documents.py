@@ -2,7 +2,6 @@
 
 a text file    one document, in pieces; its end is for validation
 JSON lines     a document in each line: the text of a field
-parquet        a document in each row: the text of a column; needs pyarrow
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".jsonl.gz": "jsonl",
     ".ndjson.gz": "jsonl",
-    ".parquet": "parquet",
 }
 PIECE = 1 << 20  # bytes of a piece of a text file, about
 _SPACES = " \n\t\r"
@@ -68,9 +66,6 @@ class Files:
         self._field = field
         self._val_fraction = val_fraction
         self._formats = [format_of(path) for path in paths]
-        for path, kind in zip(paths, self._formats, strict=True):
-            if kind == "parquet":
-                require_column(path, field)
 
     def pieces(self) -> Iterator[DocumentPiece]:
         splits = Divider(self._val_fraction)
@@ -78,8 +73,7 @@ class Files:
             if kind == "text":
                 yield from self._read_text(path)
                 continue
-            texts = self._read_lines(path) if kind == "jsonl" else self._read_rows(path)
-            for text in texts:
+            for text in self._read_lines(path):
                 if text:
                     yield splits.piece(text)
 
@@ -100,19 +94,6 @@ class Files:
                 if line.strip():
                     yield _text_of_line(line, self._field, f"line {number} of {path}")
 
-    def _read_rows(self, path: Path) -> Iterator[str | None]:
-        for batch in import_parquet().ParquetFile(path).iter_batches(columns=[self._field]):
-            yield from batch.column(0).to_pylist()
-
-
-def import_parquet() -> Any:
-    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
-    try:
-        from pyarrow import parquet  # optional, and slow to import
-    except ImportError:
-        raise DataError("parquet files need pyarrow; pip install 'nanoray[parquet]'") from None
-    return parquet
-
 
 def format_of(path: Path) -> str:
     """Return the format of a file by its ending. Raises DataError for another one."""
@@ -124,24 +105,6 @@ def format_of(path: Path) -> str:
     raise DataError(
         f"{path} ends in none of {', '.join(FORMATS)}; name it by what it holds, or unpack it"
     )
-
-
-def require_column(path: Path, column: str) -> None:
-    """Raise DataError unless a parquet file has a column of text under this name."""
-    parquet = import_parquet()
-    try:
-        schema = parquet.read_schema(path)
-    except Exception as error:  # pyarrow's errors have no common base
-        raise DataError(f"cannot read {path} as parquet: {error}") from None
-    if column not in schema.names:
-        raise DataError(
-            f"{path} has no column {column}; it has {', '.join(schema.names)}: choose with --field"
-        )
-    kind = str(schema.field(column).type)
-    if kind not in ("string", "large_string"):
-        raise DataError(
-            f"the column {column} of {path} holds {kind} and no text; choose another with --field"
-        )
 
 
 def read_piece(path: Path, start: int, end: int) -> tuple[str, int]:
@@ -156,10 +119,10 @@ def read_piece(path: Path, start: int, end: int) -> tuple[str, int]:
             file.seek(start)
             data = file.read(min(size, end - start))
         if start + len(data) < end:
-            text = _decode(data, path, start, is_last=False)
+            text = decode(data, str(path), start, is_last=False)
             cut = _last_break(text)
         else:
-            text = _decode(data, path, start, is_last=True)
+            text = decode(data, str(path), start)
             cut = len(text)
         if cut:
             piece = text[:cut]
@@ -179,12 +142,15 @@ def _last_break(text: str) -> int:
     return 0
 
 
-def _decode(data: bytes, path: Path, start: int, is_last: bool) -> str:
-    """Return the text of bytes; the last character of a piece may be cut off."""
+def decode(data: bytes, where: str, start: int = 0, is_last: bool = True) -> str:
+    """Return the text of bytes, which begin at `start` of a file. Raises DataError.
+
+    The last character of a piece that is not the last one may be cut off.
+    """
     nul = data.find(b"\0")
     if nul >= 0:  # UTF-16 and binary files have them
         raise DataError(
-            f"{path} is not UTF-8 text (NUL byte at offset {start + nul}); convert it, e.g. iconv -f "
+            f"{where} is not UTF-8 text (NUL byte at offset {start + nul}); convert it, e.g. iconv -f "
             "utf-16 -t utf-8"
         )
     try:
@@ -194,7 +160,7 @@ def _decode(data: bytes, path: Path, start: int, is_last: bool) -> str:
         if cut_off and len(data) - error.start < 4:
             return data[: error.start].decode("utf-8")
         raise DataError(
-            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {start + error.start} "
+            f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at offset {start + error.start} "
             f"({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
         ) from None
 

@@ -14,7 +14,7 @@ import torch
 from nanoray.data.cifar10 import RECORD
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.order import GOLDEN, EpochOrder, mix
-from nanoray.data.tokens import MemoryMap, evenly_spaced, open_mapped
+from nanoray.data.tokens import MemoryMap, evenly_spaced, on_device, open_mapped
 
 SIZE = 32  # rows and columns of an image
 PAD = 4  # black pixels around it, from which a crop may take some
@@ -87,13 +87,6 @@ class ImageData:
         self, images: np.ndarray, labels: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Move bytes to the device, and normalise them there."""
-        x = torch.from_numpy(np.ascontiguousarray(images))
-        y = torch.from_numpy(labels.astype(np.int64))
-        if self.device is not None and self.device.type == "cuda":
-            # From pageable memory the copy would block the host.
-            x = x.pin_memory().to(self.device, non_blocking=True)
-            y = y.pin_memory().to(self.device, non_blocking=True)
-        elif self.device is not None:
-            x = x.to(self.device)
-            y = y.to(self.device)
+        x = on_device(np.ascontiguousarray(images), self.device)
+        y = on_device(labels.astype(np.int64), self.device)
         return (x.float() - self._mean) / self._std, y

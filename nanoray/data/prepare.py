@@ -7,29 +7,23 @@ data/images.py reads batches from those.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
-import json
 import os
 import re
-import shlex
 import sys
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from nanoray.config import Config
-from nanoray.config.data import is_pattern
 from nanoray.data import cifar10
-from nanoray.data.dataset import DatasetInfo, absolute, cache_dir, script_data, write
+from nanoray.data.cache import cache_dir, reuse, store, write
+from nanoray.data.dataset import DatasetInfo, absolute, script_data
+from nanoray.data.documents import decode
 from nanoray.data.download import ANSWER_S, FetchFailed, NotDownloaded, fetch
 from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import tokenizer_from_json
-from nanoray.data.verify import verify
 from nanoray.errors import DataError
-from nanoray.machine.atomic import json_mapping
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -77,7 +71,7 @@ def prepare(config: Config) -> DatasetInfo:
         info = _tokenize(_shakespeare(config), config)
     elif config.dataset == "stdlib":
         info = _tokenize(_stdlib(), config)
-    elif os.path.isdir(path) or is_pattern(str(path)):
+    elif os.path.isdir(path):
         info = open_folder(path, config)
         info = replace(info, name=_name(info.name))
     else:
@@ -195,10 +189,9 @@ def _stdlib() -> _Source:
 
 def _text_file(path: Path, given: str) -> _Source:
     if not os.path.exists(path):
-        close = difflib.get_close_matches(given, _NAMES, n=1)
-        hint = f"did you mean {close[0]}?" if close else "check the path"
         raise DataError(
-            f"no dataset {given}: neither one of {', '.join(_NAMES)} nor a file or folder; {hint}"
+            f"no dataset {given}: neither one of {', '.join(_NAMES)} nor a file or folder; check the "
+            "path"
         )
     if not os.path.isfile(path):
         raise DataError(
@@ -209,10 +202,8 @@ def _text_file(path: Path, given: str) -> _Source:
         with path.open("rb") as file:
             start = file.read(_LOOK_BYTES)
         if path.suffix == ".bin" and b"\0" in start:
-            pattern = shlex.quote(str(path.parent / f"*{path.suffix}"))
             raise DataError(
-                f"{given} is one file of tokens; name its folder, which has the files of both "
-                f"splits, or a pattern that matches both, for example --dataset {pattern}"
+                f"{given} is one file of tokens; name its folder, which has the files of both splits"
             )
         data = path.read_bytes()
     except OSError as error:
@@ -248,7 +239,7 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", source.name)[:40]
     folder = cache_dir(config) / "tokens" / f"{stem}-{kind}-{key}"
-    cached = _reuse(folder)
+    cached = reuse(folder)
     if cached is not None:
         return replace(cached, name=source.name, note=source.note)
     note = source.note
@@ -278,46 +269,12 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
         tokenizer=tokenizer.to_json(),
     )
 
-    # Two processes that race write the same bytes, so replacing file by file never mixes two
-    # datasets. meta.json comes last: a folder that has it is complete.
-    write(folder / "train.bin", train.tobytes())
-    write(folder / "val.bin", val.tobytes())
-    write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
-    verify(info)
+    store(info, train.tobytes(), val.tobytes())
     return info
 
 
 def _decode(source: _Source) -> str:
     if not source.data:
         raise DataError(f"{source.where} is empty; name a UTF-8 text file with --dataset PATH")
-    # Many binary files decode as UTF-8; a NUL byte gives them away.
-    nul = source.data.find(b"\0")
-    if nul >= 0:
-        raise DataError(
-            f"{source.where} is binary (NUL byte at offset {nul}); name a text file with --dataset "
-            "PATH"
-        )
-    try:
-        # Without the mark that editors on Windows put before a text: it would be a character
-        return source.data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source.where} is not UTF-8: byte 0x{source.data[error.start]:02x} at offset "
-            f"{error.start} ({error.reason}); convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from None
-
-
-def _reuse(folder: Path) -> DatasetInfo | None:
-    """Return the record of a complete folder; None when it is absent or damaged."""
-    try:
-        info = DatasetInfo.from_dict(json_mapping((folder / "meta.json").read_bytes()))
-        info = replace(info, path=folder)  # the cache may have been moved
-        tokenizer_from_json(info.tokenizer)
-        itemsize = np.dtype(info.dtype).itemsize
-        for split, tokens in (("train", info.train_tokens), ("val", info.val_tokens)):
-            if (folder / f"{split}.bin").stat().st_size != tokens * itemsize:
-                return None
-        verify(info)
-    except (OSError, ValueError, TypeError, DataError):
-        return None
-    return info
+    # Without the mark that editors on Windows put before a text: it would be a character
+    return decode(source.data, source.where).removeprefix("\ufeff")

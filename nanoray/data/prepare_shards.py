@@ -18,7 +18,7 @@ import numpy as np
 
 from nanoray.data.documents import DocumentPiece, DocumentSource
 from nanoray.data.headers import LLMC_HEADER_BYTES, llmc_header
-from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
+from nanoray.data.tokenizer import Tokenizer
 from nanoray.errors import DataError
 from nanoray.machine.atomic import new_folder, write_json
 
@@ -28,24 +28,22 @@ Say = Callable[[str], None]
 
 def prepare_shards(
     source: DocumentSource,
-    tokenizer: str | dict[str, Any],
+    tokenizer: Tokenizer,
     out: Path,
     shard_tokens: int,
     say: Say = print,
 ) -> dict[str, Any]:
     """Write the documents' tokens into shards of `shard_tokens`, and return the content of meta.json.
 
-    `tokenizer`: char, whose characters are those of the documents, or the description of one. Raises
-    DataError, and OSError where the folder cannot be written.
+    Raises DataError, and OSError where the folder cannot be written.
     """
-    made = tokenizer_from_json(_describe_tokenizer(tokenizer, source, say))
     with new_folder(out) as folder:
         shards = {
-            split: _Shards(folder, split, made.dtype, shard_tokens, say)
+            split: _Shards(folder, split, tokenizer.dtype, shard_tokens, say)
             for split in ("train", "val")
         }
         for batch in _in_batches(source.pieces()):
-            _write(batch, made, shards)
+            _write(batch, tokenizer, shards)
         for each in shards.values():
             each.close()
 
@@ -56,14 +54,14 @@ def prepare_shards(
                 "more text, or lower --val_fraction"
             )
         meta = {
-            "tokenizer": made.to_json(),
-            "dtype": made.dtype,
-            "vocab_size": made.vocab_size,
+            "tokenizer": tokenizer.to_json(),
+            "dtype": tokenizer.dtype,
+            "vocab_size": tokenizer.vocab_size,
             "train_tokens": train,
             "val_tokens": val,
         }
         write_json(folder / "meta.json", meta)
-    say(f"{out}: {train} train + {val} val tokens ({made.kind}, {made.dtype})")
+    say(f"{out}: {train} train + {val} val tokens ({tokenizer.kind}, {tokenizer.dtype})")
     return meta
 
 
@@ -142,17 +140,3 @@ class _Shards:
     @property
     def _path(self) -> Path:
         return self._folder / f"{self._split}_{self._number:06d}.bin"
-
-
-def _describe_tokenizer(
-    tokenizer: str | dict[str, Any], source: DocumentSource, say: Say
-) -> dict[str, Any]:
-    """Return the description of a tokenizer; that of characters needs a pass through the text."""
-    if isinstance(tokenizer, dict):
-        return tokenizer
-    assert tokenizer == "char"
-    say("reading the documents once for their characters")
-    chars = {"\n"}  # what ends a document
-    for piece in source.pieces():
-        chars.update(piece.text)
-    return {"kind": "char", "chars": "".join(sorted(chars))}

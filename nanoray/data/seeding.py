@@ -17,13 +17,18 @@ import torch
 from torch import Tensor
 
 
+def seed_host_generators(seed: int) -> None:
+    """Seed the generators of Python and numpy."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def seed_generators_for(seed: int, *numbers: int) -> None:
     """Seed torch's, numpy's and Python's global generators from these numbers alone."""
     text = repr((seed, *numbers)).encode()
     derived = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     torch.default_generator.manual_seed(derived)
-    np.random.seed(derived % 2**32)
-    random.seed(derived)
+    seed_host_generators(derived)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Find the files of the train and val splits in a folder, or by a pattern.
+"""Find the files of the train and val splits in a folder.
 
 train.bin                  the only file of its split
 train_000.bin              one of several, in the order of their numbers
@@ -7,7 +7,6 @@ fineweb_train_000001.bin   the same, with a prefix
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from pathlib import Path
@@ -53,7 +52,10 @@ def find_splits(folder: Path) -> Splits:
             f"cannot read the folder {folder}: {error.strerror}; check its permissions"
         ) from None
     names = sorted(name for name in map(_parse, files) if name)
-    splits = _split(names)
+    splits = Splits(
+        [name.file for name in names if name.split == "train"],
+        [name.file for name in names if name.split == "val"],
+    )
     missing = [f"{split}.bin" for split in ("train", "val") if not getattr(splits, split)]
     if missing:
         raise DataError(
@@ -65,7 +67,7 @@ def find_splits(folder: Path) -> Splits:
     if len(prefixes) > 1:
         raise DataError(
             f"the folder {folder} has more than one data set ({prefixes[0]}* and {prefixes[1]}*); "
-            f"choose by a pattern such as --dataset '{folder}/{prefixes[1]}*'"
+            "give each of them a folder of its own"
         )
 
     # A copy may have been cut off.
@@ -74,40 +76,10 @@ def find_splits(folder: Path) -> Splits:
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise DataError(
                 f"the {split} files of {folder} are not numbered one after the other "
-                f"({', '.join(getattr(splits, split)[:3])}, ...); copy it again, or choose files by "
-                f"a pattern: --dataset '{folder}/*.bin'"
+                f"({', '.join(getattr(splits, split)[:3])}, ...); copy it again, or name a folder "
+                "with links to the files to use"
             )
     return splits
-
-
-def match_splits(pattern: str) -> tuple[Path, Splits]:
-    """Return the folder and the token files that a pattern names. Raises DataError.
-
-    The user has chosen them, so some numbers may be missing, and prefixes may differ.
-    """
-    folder = Path(pattern).parent
-    if glob.has_magic(str(folder)):
-        raise DataError(
-            f"dataset = {pattern} has a pattern in the name of a folder; a data set is in one "
-            "folder, so write * and ? into the names of files only"
-        )
-    names = []
-    for path in glob.glob(pattern):
-        name = _parse(os.path.basename(path))
-        if name is None:
-            raise DataError(
-                f"dataset = {pattern} matches {path}, whose name does not say whether it is for "
-                f"training or validation; narrow the pattern to names such as {_EXAMPLES}"
-            )
-        names.append(name)
-    splits = _split(sorted(names))
-    for split in ("train", "val"):
-        if not getattr(splits, split):
-            raise DataError(
-                f"dataset = {pattern} matches {len(names)} files, and none of them is for {split}; "
-                "write a pattern that matches both splits"
-            )
-    return folder, splits
 
 
 def _parse(file: str) -> _Name | None:
@@ -117,10 +89,3 @@ def _parse(file: str) -> _Name | None:
     split = "train" if match["split"] == "train" else "val"
     number = int(match["number"]) if match["number"] else _ALONE
     return _Name(match["prefix"], number, file, split)
-
-
-def _split(names: list[_Name]) -> Splits:
-    return Splits(
-        [name.file for name in names if name.split == "train"],
-        [name.file for name in names if name.split == "val"],
-    )

@@ -7,17 +7,15 @@ both.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanoray.config import Config
-from nanoray.config.data import is_pattern
 from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
 from nanoray.data.headers import DTYPES, Header, read_header
-from nanoray.data.splits import Splits, find_splits, match_splits
+from nanoray.data.splits import Splits, find_splits
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
 from nanoray.machine.atomic import json_mapping
@@ -28,98 +26,58 @@ _VOCABULARIES = {  # of llm.c's headers
 }
 
 
-@dataclass(frozen=True)
-class TokenFolder:
-    """The files of a data set and what they say, before their tokens are read."""
-
-    path: Path
-    train: tuple[TokenFile, ...]
-    val: tuple[TokenFile, ...]
-    dtype: str
-    tokenizer: Tokenizer
-    text_sha256: str  # of the text that the tokens were made of; empty where nothing says it
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        return (
-            f"{self.path.name}: {len(self.train)} + {len(self.val)} token files of {self.dtype} in "
-            f"{self.path}"
-        )
-
-
-def inspect_folder(path: Path, config: Config) -> TokenFolder:
-    """Read names, headers and vocabulary of a folder or a pattern. Raises DataError.
-
-    It costs one small read for each file.
-    """
-    # An option that would have no effect is an error.
-    if config.val_fraction != Config.model_fields["val_fraction"].default:
-        raise DataError(
-            f"val_fraction would be ignored: {path} is split already; drop val_fraction"
-        )
-    if is_pattern(str(path)):
-        folder, splits = match_splits(str(path))
-    else:
-        folder = path
-        splits = find_splits(path)
-
-    # The vocabulary is that of meta.json, else that of llm.c's header.
-    meta = _read_meta(folder)
-    headers = _read_headers(folder, splits, meta.get("dtype"))
-    first = headers[splits.train[0]]
-    if "tokenizer" not in meta and first.vocabulary:
-        meta["tokenizer"] = _VOCABULARIES[first.vocabulary]
-    if "tokenizer" not in meta:
-        raise _bad_meta(folder / "meta.json", "it does not say what the tokens are")
-
-    tokenizer = tokenizer_from_json(meta["tokenizer"])
-    if config.tokenizer not in ("auto", tokenizer.kind):
-        raise DataError(
-            f"tokenizer = {config.tokenizer}, but {folder} has tokens of {tokenizer.kind}; drop "
-            "--tokenizer"
-        )
-
-    def files(names: list[str]) -> tuple[TokenFile, ...]:
-        return tuple(TokenFile(n, headers[n].offset, headers[n].tokens) for n in names)
-
-    return TokenFolder(
-        path=folder,
-        train=files(splits.train),
-        val=files(splits.val),
-        dtype=first.dtype,
-        tokenizer=tokenizer,
-        text_sha256=str(meta.get("sha256", "")),
-    )
-
-
 def open_folder(path: Path, config: Config) -> DatasetInfo:
     """Read a data set of token files whole, and return its record.
 
     Once, because an id outside the vocabulary would fail in the embedding, on a GPU without a
     readable error, and for the hash of its tokens. Raises DataError.
     """
-    found = inspect_folder(path, config)
+    # An option that would have no effect is an error.
+    if config.val_fraction != Config.model_fields["val_fraction"].default:
+        raise DataError(
+            f"val_fraction would be ignored: {path} is split already; drop val_fraction"
+        )
+
+    # The vocabulary is that of meta.json, else that of llm.c's header.
+    splits = find_splits(path)
+    meta = _read_meta(path)
+    headers = _read_headers(path, splits, meta.get("dtype"))
+    first = headers[splits.train[0]]
+    if "tokenizer" not in meta and first.vocabulary:
+        meta["tokenizer"] = _VOCABULARIES[first.vocabulary]
+    if "tokenizer" not in meta:
+        raise _bad_meta(path / "meta.json", "it does not say what the tokens are")
+    tokenizer = tokenizer_from_json(meta["tokenizer"])
+    if config.tokenizer not in ("auto", tokenizer.kind):
+        raise DataError(
+            f"tokenizer = {config.tokenizer}, but {path} has tokens of {tokenizer.kind}; drop "
+            "--tokenizer"
+        )
+
+    # Read all tokens.
+    train = tuple(TokenFile(n, headers[n].offset, headers[n].tokens) for n in splits.train)
+    val = tuple(TokenFile(n, headers[n].offset, headers[n].tokens) for n in splits.val)
     digest = hashlib.sha256()
-    for file in (*found.train, *found.val):
+    for file in (*train, *val):
         try:
-            _scan(found, file, digest)
+            _scan(path, file, first.dtype, tokenizer.vocab_size, digest)
         except OSError as error:
             raise DataError(
-                f"cannot read {found.path / file.name}: {error.strerror}; check the storage"
+                f"cannot read {path / file.name}: {error.strerror}; check the storage"
             ) from None
     return DatasetInfo(
-        name=found.path.name,
-        note=found.describe(),
-        path=found.path,
-        dtype=found.dtype,
-        vocab_size=found.tokenizer.vocab_size,
-        train_tokens=sum(file.tokens for file in found.train),
-        val_tokens=sum(file.tokens for file in found.val),
-        sha256=found.text_sha256,
+        name=path.name,
+        note=f"{path.name}: {len(train)} + {len(val)} token files of {first.dtype} in {path}",
+        path=path,
+        dtype=first.dtype,
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=sum(file.tokens for file in train),
+        val_tokens=sum(file.tokens for file in val),
+        sha256=str(meta.get("sha256", "")),  # of the text that the tokens were made of
         tokens_sha256=digest.hexdigest(),
-        tokenizer=found.tokenizer.to_json(),
-        train_files=found.train,
-        val_files=found.val,
+        tokenizer=tokenizer.to_json(),
+        train_files=train,
+        val_files=val,
     )
 
 
@@ -184,13 +142,15 @@ def _read_headers(folder: Path, splits: Splits, dtype: str | None) -> dict[str, 
 # The tokens.
 
 
-def _scan(folder: TokenFolder, file: TokenFile, digest: hashlib._Hash) -> None:
+def _scan(
+    folder: Path, file: TokenFile, dtype: str, vocab_size: int, digest: hashlib._Hash
+) -> None:
     """Add the tokens of `file` to `digest`. Raises DataError for an id outside the vocabulary."""
     count = 0
-    for chunk in read_tokens(folder.path, file):
+    for chunk in read_tokens(folder, file):
         digest.update(chunk)
-        ids = np.frombuffer(chunk, folder.dtype)
-        require_ids(ids, folder.tokenizer.vocab_size, folder.path / file.name, count)
+        ids = np.frombuffer(chunk, dtype)
+        require_ids(ids, vocab_size, folder / file.name, count)
         count += len(ids)
 
 

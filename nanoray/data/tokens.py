@@ -69,13 +69,17 @@ class TokenData:
         file.require_whole()
         window = np.arange(self.block_size + 1)
         numbers = file.numbers[starts[:, None] + window]  # (B, T + 1)
-        tokens = torch.from_numpy(numbers.astype(np.int64))
-        if self.device is not None and self.device.type == "cuda":
-            # From pageable memory the copy would block the host.
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        elif self.device is not None:
-            tokens = tokens.to(self.device)
+        tokens = on_device(numbers.astype(np.int64), self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def on_device(numbers: np.ndarray, device: torch.device | None) -> torch.Tensor:
+    """Return numbers as a tensor on a device; None: the CPU."""
+    tensor = torch.from_numpy(numbers)
+    if device is not None and device.type == "cuda":
+        # From pageable memory the copy would block the host.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def evenly_spaced(last: int, count: int) -> np.ndarray:

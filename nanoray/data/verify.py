@@ -7,15 +7,12 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
 from nanoray.errors import DataError
 from nanoray.machine.atomic import json_mapping, replace_text
 
 RECORD = ".verified.json"  # beside the token files, if the folder is writable
-SAMPLES = 64  # pages of a split in its sampled hash
-SAMPLE_BYTES = 4096
 
 
 def verify(info: DatasetInfo) -> None:
@@ -49,54 +46,12 @@ def verify(info: DatasetInfo) -> None:
         replace_text(record, json.dumps(state) + "\n")
 
 
-def sampled_hash(info: DatasetInfo) -> str:
-    """Return a hash of pages from end to end of both splits, and of the size of every file.
-
-    It costs a millisecond or two, and a moment more for each further file.
-    """
-    digest = hashlib.sha256()
-    for split in ("train", "val"):
-        files = info.files(split)
-        sizes = []
-        for file in files:
-            with _open(info.path / file.name) as stream:
-                sizes.append(os.fstat(stream.fileno()).st_size)
-        digest.update(repr(sizes).encode())
-
-        # The files are one stream, and a page may begin in one and end in the next.
-        last_start = max(0, sum(sizes) - SAMPLE_BYTES)
-        for page in range(SAMPLES):
-            place = last_start * page // (SAMPLES - 1)
-            wanted = SAMPLE_BYTES
-            for file, size in zip(files, sizes, strict=True):
-                if place < size and wanted:
-                    data = _read_at(info.path / file.name, place, wanted)
-                    digest.update(data)
-                    wanted -= len(data)
-                place = max(0, place - size)
-    return digest.hexdigest()[:16]
-
-
-def _read_at(path: Path, place: int, count: int) -> bytes:
-    with _open(path) as stream:
-        stream.seek(place)
-        data: bytes = stream.read(count)
-        return data
-
-
 def _name_files(files: tuple[TokenFile, ...]) -> str:
     """Return the names of files, or of the first and last one of many."""
     names = [file.name for file in files]
     if len(names) == 2:
         return f"{names[0]} and {names[1]}"
     return f"{names[0]} to {names[-1]} ({len(names)} files)"
-
-
-def _open(path: Path) -> Any:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise _missing(path, error) from None
 
 
 def _missing(path: Path, error: OSError) -> DataError:
@@ -107,7 +62,9 @@ def _stats(folder: Path, files: tuple[TokenFile, ...]) -> dict[str, list[int]]:
     """Return size, time of change and inode of each file."""
     stats = {}
     for file in files:
-        with _open(folder / file.name) as stream:
-            stat = os.fstat(stream.fileno())
+        try:
+            stat = os.stat(folder / file.name)
+        except OSError as error:
+            raise _missing(folder / file.name, error) from None
         stats[file.name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     return stats

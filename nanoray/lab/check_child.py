@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from nanoray.config import Config, resolve_batch
 from nanoray.config.variables import values_of
-from nanoray.data.seeding import generators_kept
+from nanoray.data.seeding import generators_kept, seed_host_generators
 from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.lab.check_script import CheckJob
 from nanoray.lab.script_file import NotLaunched, run_until_launch
@@ -37,7 +37,7 @@ from nanoray.machine.compat import tree_leaves, tree_map
 from nanoray.machine.script_errors import one_line
 from nanoray.machine.tensor_memory import bytes_of, has_plain_memory
 from nanoray.models.batch_norm import BatchNorm
-from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
+from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.modules import EXTRA, Undisturbed, has_extra_state
 from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of

@@ -36,7 +36,8 @@ class BatchNorm(nn.Module):
     """Normalise each channel of (B, C, ...) by its mean and variance in this rank's micro batch.
 
     With an `axis`, by those of the micro batches of all its ranks together. Evaluation uses the
-    running statistics. `adopt_norms` gives this forward to a norm of torch's, with any of its options.
+    running statistics. `adopt_norms` gives this forward to a norm of torch's, with any of its options,
+    which has made the weights and the running statistics.
     """
 
     weight: Tensor | None
@@ -51,18 +52,6 @@ class BatchNorm(nn.Module):
     track_running_stats: bool
     axis: Summing | None
     always_synchronised: bool
-
-    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.momentum = momentum
-        self.eps = eps
-        self.track_running_stats = True
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-        self.register_buffer("num_batches_tracked", None)  # norms of torch's count
-        self.prepare(always_synchronised=False)
 
     def prepare(self, always_synchronised: bool) -> None:
         """Add what the running statistics need to change with the weights."""
@@ -117,7 +106,7 @@ class BatchNorm(nn.Module):
 
 
 def adopt_norms(model: nn.Module) -> None:
-    """Turn torch's batch norms in a model into this kind, in place. (all ranks)
+    """Turn torch's batch norms in a model into this kind, in place.
 
     Each stays the same object, so that references to it, its hooks and its attributes go on to
     work. Raises ConfigError for a norm that cannot be adopted.

@@ -6,8 +6,6 @@ and layers.
 
 from __future__ import annotations
 
-import random
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,12 +72,3 @@ def seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
-
-
-def seed_host_generators(seed: int) -> None:
-    """Seed the generators of Python and numpy."""
-    # Only a script's own model needs it, and the kernels alone should run with torch alone.
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

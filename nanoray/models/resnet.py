@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.config import Config
-from nanoray.models.batch_norm import BatchNorm
+from nanoray.models.batch_norm import adopt_norms
 
 WIDTHS = (16, 32, 64)  # channels of the stages
 SIZE = 32  # rows and columns of an image
@@ -65,7 +65,7 @@ class ResNet(nn.Module):
 
         c_in = shape.channels[0]
         self.stem = nn.Conv2d(3, c_in, 3, padding=1, bias=False)
-        self.stem_norm = BatchNorm(c_in)
+        self.stem_norm = nn.BatchNorm2d(c_in)
 
         self.blocks = nn.ModuleList()
         # Three stages; the first block of the 2nd and 3rd halves the image.
@@ -75,6 +75,7 @@ class ResNet(nn.Module):
                 c_in = c_out
 
         self.head = nn.Linear(c_in, shape.classes)
+        adopt_norms(self)  # their statistics change with the weights
         self.init_weights()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -108,9 +109,9 @@ class ResidualBlock(nn.Module):
         self.stride = 1 if c_in == c_out else 2
         self.padding = c_out - c_in  # channels of zeros on the shortcut
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride=self.stride, padding=1, bias=False)
-        self.norm1 = BatchNorm(c_out)
+        self.norm1 = nn.BatchNorm2d(c_out)
         self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1, bias=False)
-        self.norm2 = BatchNorm(c_out)
+        self.norm2 = nn.BatchNorm2d(c_out)
 
     def forward(self, x: Tensor) -> Tensor:
         # The main path: two convolutions.

@@ -34,9 +34,6 @@ _KEYS = (bool, int, float, str)
 # and compute differently.
 _NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
 
-# Types of which a subclass may be written as one of them
-_PARENTS: tuple[Any, ...] = (int, float, bytes, list, tuple)
-
 
 class Unsupported(TypeError):
     """A value that cannot be written: its place, and its type."""
@@ -49,22 +46,13 @@ class Unsupported(TypeError):
         super().__init__(f"{where} is a {self.kind}")
 
 
-def take_apart(
-    value: Any, where: str, tensors: dict[str, Tensor] | None = None, loose: bool = False
-) -> Any:
+def take_apart(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
     """Return a value as JSON, and put its tensors into `tensors`, live, under their places in it.
 
     Without `tensors` they are written into the JSON, which is for small ones. Values are numbers,
-    booleans, texts, None, tensors, and lists, tuples and dicts of them. Types are compared exactly:
-    a subclass would come back as its parent. With `loose` it may, keys are of any of these types, and
-    bytes and numpy's arrays are written, too. Raises Unsupported for other types.
+    booleans, texts, None, dtypes, tensors, and lists, tuples and dicts of them. Types are compared
+    exactly: a subclass would come back as its parent. Raises Unsupported for other types.
     """
-    if loose:
-        value = _as_parent(value)
-        if isinstance(value, bytes):
-            return {"": "bytes", "data": base64.b64encode(value).decode()}
-        if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, _NUMPY):
-            return _array(value, where)
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -74,13 +62,15 @@ def take_apart(
         return value
     if isinstance(value, _NUMPY):
         return {"": "numpy", "dtype": value.dtype.name, "value": take_apart(value.item(), where)}
+    if isinstance(value, torch.dtype):
+        return {"": "dtype", "name": _name_of(value)}
     if type(value) is Tensor and value.layout == torch.strided:
         if tensors is None:
             return _inline(value)
         tensors[where] = value.detach()
         return {"": "tensor", "name": where, "device": value.device.type}
     if type(value) in (list, tuple):
-        items = [take_apart(item, f"{where}/{i}", tensors, loose) for i, item in enumerate(value)]
+        items = [take_apart(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
         if isinstance(value, tuple):
             return {"": "tuple", "items": items}
         return items
@@ -89,16 +79,14 @@ def take_apart(
     if kind not in _DICTS or not isinstance(value, dict):
         raise Unsupported(where, value)
     if kind == "dict" and all(type(key) is str and key for key in value):
-        return {
-            key: take_apart(item, f"{where}/{key}", tensors, loose) for key, item in value.items()
-        }
+        return {key: take_apart(item, f"{where}/{key}", tensors) for key, item in value.items()}
     # Keys that JSON would turn into text, or that would be taken for the name of a type.
     pairs = []
     for key, item in value.items():
-        if not (loose or key is None or type(key) in _KEYS):
+        if key is not None and type(key) not in _KEYS:
             raise Unsupported(f"a key of {where}", key)
-        taken = take_apart(item, f"{where}/{key}", tensors, loose)
-        pairs.append([take_apart(key, f"a key of {where}", loose=loose), taken])
+        taken = take_apart(item, f"{where}/{key}", tensors)
+        pairs.append([take_apart(key, f"a key of {where}"), taken])
     return {"": kind, "items": pairs}
 
 
@@ -121,6 +109,8 @@ def put_together(
         return float(data["text"])
     if kind == "numpy":
         return np.dtype(data["dtype"]).type(put_together(data["value"]))
+    if kind == "dtype":
+        return getattr(torch, data["name"])
     if kind == "tuple":
         return tuple(put_together(item, tensors, device) for item in data["items"])
     if kind == "tensor" and "name" in data:
@@ -131,11 +121,6 @@ def put_together(
         return tensor.to(target, copy=True)
     if kind == "tensor":
         return _outline(data)
-    if kind == "bytes":
-        return base64.b64decode(data["data"])
-    if kind == "array":  # over a bytearray, because it must be writable
-        raw = bytearray(base64.b64decode(data["data"]))
-        return np.frombuffer(raw, data["dtype"]).reshape(data["shape"])
     pairs = []
     for key, item in data["items"]:
         pairs.append((put_together(key), put_together(item, tensors, device)))
@@ -155,26 +140,8 @@ def tensors_within(data: Any) -> Iterator[str]:
             yield from tensors_within([*data.values()])
 
 
-def _as_parent(value: Any) -> Any:
-    """Return a value of a subclass as one of the type that it extends."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, str):
-        return str.__str__(value)  # an enum's str() is its name
-    if isinstance(value, Mapping) and type(value) not in (dict, OrderedDict, Counter):
-        return dict(value)
-    for parent in _PARENTS:
-        if isinstance(value, parent) and not isinstance(value, (bool, np.generic)):
-            return parent(value)
-    return value
-
-
-def _array(value: Any, where: str) -> dict[str, Any]:
-    array = np.asarray(value)
-    if array.dtype.hasobject:
-        raise Unsupported(where, value)
-    data = base64.b64encode(array.tobytes()).decode()
-    return {"": "array", "dtype": array.dtype.str, "shape": list(array.shape), "data": data}
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _inline(tensor: Tensor) -> dict[str, Any]:
@@ -182,7 +149,7 @@ def _inline(tensor: Tensor) -> dict[str, Any]:
     data = bytes_of(tensor).cpu().numpy().tobytes()
     return {
         "": "tensor",
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": _name_of(tensor.dtype),
         "shape": list(tensor.shape),
         "data": base64.b64encode(data).decode(),
     }

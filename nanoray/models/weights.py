@@ -1,15 +1,31 @@
-"""The parameters of a GPT on one rank, tensor by tensor, by formulas: no model is built.
+"""The parameters of a GPT on one rank, tensor by tensor, without the memory for them.
 
+A model of one layer is built on the meta device and lists its parameters: all layers have the same.
 Tests compare them with models that are built (tests/unit/test_model.py) and cut (test_predict.py).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from nanoray.config.layout import Layout
-from nanoray.models.gpt import ModelShape
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.moe import Stacked
+
+# What tensor parallelism cuts, by the ends of the names; every rank keeps the rest whole
+CUT_BY_TP = (
+    "tok_emb.weight",
+    "qkv.weight",
+    "qkv.bias",
+    "proj.weight",
+    "up.weight",
+    "up.bias",
+    "down.weight",
+)
 
 
 class Weights(NamedTuple):
@@ -35,70 +51,37 @@ def weights_of(
 
 @lru_cache(maxsize=64)  # a search asks for them again with every cp, replicas and micro batch
 def _weights_of(shape: ModelShape, tp: int, pp: int, ep: int, stage: int) -> tuple[Weights, ...]:
-    width = shape.n_embd
-    last_stage = pp - 1
-    embedding = Weights(shape.padded_vocab * width // tp, matrix=True)
+    with torch.device("meta"):
+        model = GPT(replace(shape, n_layer=1))
+    stacked = {name for name, module in model.named_modules() if isinstance(module, Stacked)}
 
-    tensors = []
-    if stage == 0:
-        tensors.append(embedding)
-        if not shape.rotary:
-            tensors.append(Weights(shape.block_size * width))
+    # Each tensor as this rank has it: tp cuts some, ep the stacked layers of the experts.
+    embeddings = []
+    block = []
+    ending = []
+    for name, p in model.named_parameters():
+        is_expert = name.rpartition(".")[0] in stacked
+        numel = p.numel() // ep if is_expert else p.numel()
+        if name.endswith(CUT_BY_TP):
+            numel //= tp
+        is_matrix = p.dim() >= 2 and not name.startswith("pos_emb")
+        tensor = Weights(numel, matrix=is_matrix, expert=is_expert)
+        if name.startswith("blocks"):
+            block.append(tensor)
+        elif name.startswith("norm"):
+            ending.append(tensor)
+        else:
+            embeddings.append(tensor)
 
+    # The first stage has the embeddings, the last one the norm and the head, which is tied.
+    tensors = list(embeddings) if stage == 0 else []
     for layer in range(layers_of(shape.n_layer, pp, stage)):
-        block = _attention(shape, tp)
-        block += _mixture(shape, tp, ep) if shape.experts else _mlp(shape, tp, 4 * width)
-        tensors += [each._replace(layer=layer) for each in block]
-
-    if stage == last_stage:
-        tensors += _norm(shape)
-        if last_stage > 0:
-            tensors.append(embedding)
+        tensors += [tensor._replace(layer=layer) for tensor in block]
+    if stage == pp - 1:
+        tensors += ending
+        if pp > 1:
+            tensors.append(embeddings[0])
     return tuple(tensors)
-
-
-def _norm(shape: ModelShape) -> list[Weights]:
-    return [Weights(shape.n_embd)] * (1 + shape.bias)
-
-
-def _linear(shape: ModelShape, tp: int, rows: int, columns: int, cut_rows: bool) -> list[Weights]:
-    """Return weight and bias of a linear layer. Only rows that tp cuts also cut the bias."""
-    tensors = [Weights(rows * columns // tp, matrix=True)]
-    if shape.bias:
-        tensors.append(Weights(rows // tp if cut_rows else rows))
-    return tensors
-
-
-def _attention(shape: ModelShape, tp: int) -> list[Weights]:
-    """Return both norms of a block and the matrices of its attention: qkv and proj."""
-    width = shape.n_embd
-    qkv = _linear(shape, tp, 3 * width, width, cut_rows=True)
-    proj = _linear(shape, tp, width, width, cut_rows=False)
-    return [*_norm(shape), *qkv, *proj, *_norm(shape)]
-
-
-def _mlp(shape: ModelShape, tp: int, hidden: int) -> list[Weights]:
-    width = shape.n_embd
-    up = _linear(shape, tp, hidden, width, cut_rows=True)
-    down = _linear(shape, tp, width, hidden, cut_rows=False)
-    return up + down
-
-
-def _mixture(shape: ModelShape, tp: int, ep: int) -> list[Weights]:
-    """Return the router, the experts of this rank and the shared experts of one block."""
-    width = shape.n_embd
-    mine = shape.experts // ep
-    hidden = shape.expert_hidden // tp
-
-    tensors = [Weights(width * shape.experts, matrix=True)]  # the router
-    # All experts of a rank lie in one tensor for each of up, its bias, down, its bias.
-    for outputs in (hidden, width):
-        tensors.append(Weights(mine * hidden * width, matrix=True, expert=True))
-        if shape.bias:
-            tensors.append(Weights(mine * outputs, expert=True))
-    if shape.shared_experts:
-        tensors += _mlp(shape, tp, shape.shared_experts * shape.expert_hidden)
-    return tensors
 
 
 def layers_of(layers: int, pp: int, stage: int) -> int:

@@ -161,39 +161,16 @@ class Axis:
 
         return finish
 
-    def pass_on(
-        self, tensors: Sequence[Tensor], into: Sequence[Tensor], distance: int, what: str
-    ) -> None:
-        """Send `tensors` to the rank `distance` further along the axis, and fill `into`.
-
-        (all ranks of the axis) `into` receives the tensors of the rank `distance` behind. Each is
-        flat, and has the same length on both ranks. Returns when all has been received.
-        """
-        # The axis is a ring here: the last rank sends to the first one.
-        target = (self.index + distance) % self.size
-        source = (self.index - distance) % self.size
-        reached(f"exchange_{what}")
-
-        # All tensors travel at once.
-        started = []
-        for tensor, out in zip(tensors, into, strict=True):
-            work, received = self._start_hop(tensor, out, target, source)
-            started.append((work, received, out))
-
-        # Wait in the order in which the messages were started; only this wait is measured.
-        for work, received, out in started:
-            with self.noted("send_recv", what, out):
-                work.wait()
-                if received is not out:
-                    out.copy_(received)
-
-    def start_pass_on(self, tensor: Tensor, distance: int, what: str) -> Callable[[], Tensor]:
+    def start_pass_on(
+        self, tensor: Tensor, distance: int, what: str, into: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Start to send `tensor` to the rank `distance` further along the axis. (all ranks of the
         axis)
 
-        Returns a function that waits, and returns the tensor of the rank `distance` behind, which
-        has the same shape. Until then `tensor`, which is contiguous, must not change.
+        Returns a function that waits, and returns the tensor of the rank `distance` behind: `into`,
+        or a new one of the same shape. Until then `tensor` must not change. Both are contiguous.
         """
+        # The axis is a ring here: the last rank sends to the first one.
         target = (self.index + distance) % self.size
         source = (self.index - distance) % self.size
         reached(f"exchange_{what}")
@@ -202,8 +179,21 @@ class Axis:
         if self.mesh.listener is not None:
             report_end, wait = self.mesh.listener.beside("send_recv", what, self.name, tensor)
 
-        out = torch.empty_like(tensor)
-        work, received = self._start_hop(tensor.view(-1), out.view(-1), target, source)
+        out = torch.empty_like(tensor) if into is None else into
+        sent = tensor.view(-1)
+        received = out.view(-1)
+        # An all-to-all with one message for each rank, because gloo sends single messages of CPU
+        # tensors only: how many elements go to each rank of the axis, and come from it.
+        send = [0] * self.size
+        receive = [0] * self.size
+        send[target] = len(sent)
+        receive[source] = len(received)
+        if self.through_host(out):
+            sent = sent.cpu()
+            received = torch.empty_like(received, device="cpu")
+        work = dist.all_to_all_single(
+            received, sent, receive, send, group=self.group, async_op=True
+        )
         _call_at_end(work, report_end)
 
         def finish() -> Tensor:
@@ -214,29 +204,6 @@ class Axis:
             return out
 
         return finish
-
-    def _start_hop(
-        self, tensor: Tensor, out: Tensor, target: int, source: int
-    ) -> tuple[dist.Work, Tensor]:
-        """Start to send a flat tensor to rank `target` of the axis, and to receive from `source`.
-
-        Returns the work, and what it fills: `out`, or a tensor of the host in its place.
-        """
-        # An all-to-all with one message for each rank, because gloo sends single messages of CPU
-        # tensors only: how many elements go to each rank of the axis, and come from it.
-        send = [0] * self.size
-        receive = [0] * self.size
-        send[target] = len(tensor)
-        receive[source] = len(out)
-        sent = tensor
-        received = out
-        if self.through_host(out):
-            sent = tensor.cpu()
-            received = torch.empty_like(out, device="cpu")
-        work = dist.all_to_all_single(
-            received, sent, receive, send, group=self.group, async_op=True
-        )
-        return work, received
 
     def start_messages(
         self, sent: Sequence[tuple[Tensor, int]], got: Sequence[tuple[Tensor, int]], what: str

@@ -62,7 +62,6 @@ class Bucket:
     mirror_grad: Tensor | None = None  # (s,), of the rank whose slice this rank mirrors
     empty: bool = True  # own_grad has no gradient of this step yet
     missing: int = 0  # parameters whose gradient this backward has not computed yet
-    sent: bool = False  # in this backward
 
 
 class Buckets(DataParallel):
@@ -105,9 +104,6 @@ class Buckets(DataParallel):
         # Gradients that this rank has computed: in the present backward, and in the present step.
         self._arrived: set[nn.Parameter] = set()
         self._computed: set[nn.Parameter] = set()
-        # A backward of this model may compute a gradient in several parts: buckets leave at its end
-        self._in_parts = False
-        self._late = ""  # the parameter of a part that came after its bucket had left
         # What has no gradient in this step, with the place of the gradient of the next ones
         self._left_out: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -221,7 +217,7 @@ class Buckets(DataParallel):
 
     @property
     def bucket_names(self) -> dict[int, list[str]]:
-        return self._names if self.compressor is None else self.compressor.bucket_names
+        return self._names
 
     @property
     def mirrored(self) -> int:
@@ -272,8 +268,6 @@ class Buckets(DataParallel):
         self._sending = last or self._mode == "zero2"
         self._is_last = last
         self._arrived.clear()
-        for bucket in self._buckets:
-            bucket.sent = False
         self._next, self._end = self._ranges[chunk]
         try:
             if last and late is not None:
@@ -297,24 +291,21 @@ class Buckets(DataParallel):
         if not self._inside or p.grad is None:  # a function of a script may return no gradient
             return
         bucket, i = self._place_of[p]
-        again = p in self._arrived
+        if p in self._arrived:  # the first part may be on its way
+            raise ConfigError(
+                f"backward computes the gradient of {self._name_of[p]} in two parts, as "
+                "torch.utils.checkpoint with use_reentrant=True does for a layer that is used "
+                "twice; set use_reentrant=False"
+            )
         self._arrived.add(p)
-        if again:
-            self._in_parts = True
-            if bucket.sent:
-                self._late = self._name_of[p]
-                return
-        self._take(bucket, i, again)
+        self._take(bucket, i)
 
-        if self._sending and not again:
+        if self._sending:
             bucket.missing -= 1
             self._send_full()
 
-    def _take(self, bucket: Bucket, i: int, again: bool = False) -> None:
-        """Move the gradient of a bucket's parameter into the bucket.
-
-        again: the bucket has another part of it already, which with zero2 is no longer in `.grad`.
-        """
+    def _take(self, bucket: Bucket, i: int) -> None:
+        """Move the gradient of a bucket's parameter into the bucket."""
         p = bucket.params[i]
         assert p.grad is not None
         self._computed.add(p)
@@ -328,24 +319,17 @@ class Buckets(DataParallel):
         if bucket.grads is None:
             bucket.grads = torch.zeros(bucket.size, dtype=p.dtype, device=p.device)
         start = bucket.starts[i]
-        place = bucket.grads[start : start + p.numel()].view_as(p)
-        if again:
-            place.add_(p.grad)
-        else:
-            place.copy_(p.grad)
+        bucket.grads[start : start + p.numel()].view_as(p).copy_(p.grad)
         p.grad = None
 
     def _send_full(self) -> None:
         """Send the buckets that are full, but none before its turn."""
-        if self._in_parts:
-            return  # a full one may get a further part
         while self._next < self._end and self._buckets[self._next].missing <= 0:
             self._send(self._buckets[self._next])
 
     def _send(self, bucket: Bucket) -> None:
         """Start a bucket's reduce-scatter, and finish that of an earlier one."""
         self._next += 1
-        bucket.sent = True
 
         # A hook of a script may have set a gradient itself. A parameter that took no part in this
         # step gets a gradient of zero: other ranks may have one.
@@ -405,23 +389,7 @@ class Buckets(DataParallel):
             bucket.missing = len(bucket.params)
 
     @property
-    def notes(self) -> list[str]:
-        if not self._in_parts:
-            return []
-        return [
-            "note    backward computes a gradient in several parts (a layer in two recomputed "
-            "segments): gradients are sent after backward, and not beside it"
-        ]
-
-    @property
     def computed(self) -> set[str]:
-        if self._late:
-            raise ConfigError(
-                f"backward computed the gradient of {self._late} in two parts, and the second one "
-                "came after the first had been sent, as torch.utils.checkpoint with "
-                "use_reentrant=True does for a layer that is used twice in some steps only; set "
-                "use_reentrant=False"
-            )
         return {self._name_of[p] for p in self._computed}
 
     def leave_out(self, absent: Collection[str]) -> None:
@@ -458,7 +426,12 @@ class Buckets(DataParallel):
     def mirror_gradients(self) -> bool:
         if self.mirror_shards is None:
             return False
-        self._axis.pass_on(self.gradients, self.mirrored_gradients, self._mirror, "mirror")
+        # All slices travel at once.
+        arriving = []
+        for own, into in zip(self.gradients, self.mirrored_gradients, strict=True):
+            arriving.append(self._axis.start_pass_on(own, self._mirror, "mirror", into))
+        for arrived in arriving:
+            arrived()
         return True
 
     @property
@@ -495,7 +468,6 @@ class Buckets(DataParallel):
         if self._groups:
             self._groups.clear()
         self._computed.clear()
-        self._late = ""
         while self._left_out:
             param, grad = self._left_out.pop()
             param.grad = grad

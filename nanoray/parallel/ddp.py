@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from nanoray.config import Config
 from nanoray.machine.compat import NO_BUFFER_SYNC
 from nanoray.parallel.algorithms import AsyncAllReduce
-from nanoray.parallel.axis import Axis, data_axis
+from nanoray.parallel.axis import Axis
 from nanoray.parallel.compress import Compressor, SendingBucket
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel, Hook
@@ -66,7 +66,7 @@ class TorchDDP(DataParallel):
 
     def _wrap(self, hook: Hook | None) -> nn.Module:
         """Wrap the model; `hook` averages a bucket in place of DDP itself. (all ranks)"""
-        return apply_ddp(self._model, self._axis.mesh, self._bucket_mb, hook, self._axis)
+        return apply_ddp(self._model, self._axis, self._bucket_mb, hook)
 
     @property
     def reduce(self) -> Callable[[Tensor], Any] | None:
@@ -139,31 +139,26 @@ def _start_all_reduce(config: Config, mesh: Mesh) -> AsyncAllReduce:
 
 
 def apply_ddp(
-    model: nn.Module,
-    mesh: Mesh,
-    bucket_mb: float,
-    hook: Hook | None = None,
-    axis: Axis | None = None,
+    model: nn.Module, axis: Axis, bucket_mb: float, hook: Hook | None = None
 ) -> nn.Module:
-    """Wrap `model` so that the last backward of a step all-reduces its gradients. (all ranks)
+    """Wrap `model` so that the last backward of a step all-reduces its gradients. (all its ranks)
 
-    They are summed over `axis`, or over all ranks. These must hold equal weights: nothing is
-    broadcast. A single rank needs no wrapper and gets its model back. `hook` averages a bucket in
-    place of DDP's own C++ path. A model may be wrapped twice: each wrapper ignores the gradients of
-    a forward that went through the other, so a step chooses its path by the wrapper it calls. The
-    second one has its own buckets, which take as much memory as the gradients. Source: Li et al.
-    2020, PyTorch Distributed.
+    They are summed over `axis`, whose ranks must hold equal weights: nothing is broadcast. A single
+    rank needs no wrapper and gets its model back. `hook` averages a bucket in place of DDP's own C++
+    path. A model may be wrapped twice: each wrapper ignores the gradients of a forward that went
+    through the other, so a step chooses its path by the wrapper it calls. The second one has its own
+    buckets, which take as much memory as the gradients. Source: Li et al. 2020, PyTorch Distributed.
     """
-    axis = axis or data_axis(mesh)
     if axis.size == 1:
         return model
+    device = axis.mesh.device
 
     # Weights and buffers are equal already, so nothing is broadcast at the start or in a forward.
     wrapped = DistributedDataParallel(
         model,
         process_group=axis.group,
-        device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
-        bucket_cap_mb=bucket_mb or default_bucket_mb(mesh.device),
+        device_ids=[device.index] if device.type == "cuda" else None,
+        bucket_cap_mb=bucket_mb or default_bucket_mb(device),
         gradient_as_bucket_view=True,  # gradients live in the buckets, which saves a copy of each
         init_sync=False,
         **NO_BUFFER_SYNC,  # running statistics are equal on all ranks (running_statistics.py)

@@ -43,13 +43,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.errors import ConfigError
 from nanoray.models.moe import MoE, Stacked
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
-from nanoray.parallel.pieces import Piece, Shard, whole_pieces
+from nanoray.parallel.pieces import Piece, Shard, received_gradients, whole_pieces
 from nanoray.parallel.tp_experts import SplitExperts
 
 
@@ -57,8 +56,7 @@ def cut(model: nn.Module, axis: Axis) -> None:
     """Keep this rank's experts of a whole model, in place. Nothing is sent.
 
     All ranks must hold equal weights; meta tensors will do. Afterwards `model.pieces` has the piece
-    that each parameter is. Raises ConfigError when there are no experts, or `axis.size` does not
-    divide them.
+    that each parameter is.
     """
     pieces = whole_pieces(model)
     for name, (kept, piece) in experts_at(model, axis.size, axis.index).items():
@@ -76,23 +74,13 @@ def cut(model: nn.Module, axis: Axis) -> None:
 def experts_at(model: nn.Module, ranks: int, index: int) -> dict[str, tuple[Tensor, Piece]]:
     """Return the experts that rank `index` of `ranks` keeps of a whole model.
 
-    By parameter name: a copy of its part, and which piece that is. Raises ConfigError when the
-    experts cannot be shared.
+    By parameter name: a copy of its part, and which piece that is.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    if not layers:
-        raise ConfigError(
-            f"ep = {ranks} cuts experts, but the model has none; drop ep, or give experts"
-        )
     pieces = whole_pieces(model)
     kept: dict[str, tuple[Tensor, Piece]] = {}
     for layer, moe in layers.items():
-        experts = moe.router.weight.shape[0]
-        if experts % ranks:
-            raise ConfigError(
-                f"ep = {ranks} does not divide experts = {experts}; use a divisor of them for ep"
-            )
-        share = experts // ranks
+        share = moe.router.weight.shape[0] // ranks
         for part in ("up", "down"):
             for key, p in moe.get_submodule(part).named_parameters():
                 name = f"{layer}.{part}.{key}"
@@ -210,6 +198,7 @@ class ExpertParallel(DataParallel):
         if mode != "ddp_by_hand":
             self.shards = [*(self._rest.shards or []), *(self._experts.shards or [])]
         self._others = self._copied(others) if others else []
+        self._others_grad = received_gradients(self._others, model)
         mirrored = [
             *(self._rest.mirror_shards or []),
             *(self._experts.mirror_shards or []),
@@ -222,18 +211,11 @@ class ExpertParallel(DataParallel):
         self.mirrored_gradients = received
 
     def _copied(self, others: Mapping[str, tuple[Tensor, Piece]]) -> list[Shard]:
-        """Return shards of another rank's experts, in the order of this rank's shards.
-
-        Their gradients lie in one tensor, to be received.
-        """
+        """Return shards of another rank's experts, in the order of this rank's shards."""
         shards = []
         for own in self._experts.shards or ():  # each is a whole one: no rank shares it
             weights, piece = others[own.piece.name]
             shards.append(Shard(piece, nn.Parameter(weights.flatten()), own.decays))
-        sizes = [shard.param.numel() for shard in shards]
-        self._others_grad = shards[0].param.new_zeros(sum(sizes))
-        for shard, grad in zip(shards, self._others_grad.split(sizes), strict=True):
-            shard.param.grad = grad
         return shards
 
     @property
@@ -272,7 +254,7 @@ class ExpertParallel(DataParallel):
                 for shard in self._experts.shards or ()
                 if shard.param.grad is not None
             ]
-            self._data.pass_on([torch.cat(own)], [self._others_grad], self._mirror, "mirror")
+            self._data.start_pass_on(torch.cat(own), self._mirror, "mirror", self._others_grad)()
         return self.mirror_shards is not None
 
     def norm(self) -> Tensor:

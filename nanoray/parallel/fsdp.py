@@ -36,7 +36,7 @@ from nanoray.parallel.axis import Axis
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
-from nanoray.parallel.pieces import Piece, Shard, whole_pieces
+from nanoray.parallel.pieces import Piece, Shard, received_gradients, whole_pieces
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -72,7 +72,7 @@ class FSDP(DataParallel):
             copies = self._copied(model, pieces)
             self.mirror_shards = [shard for shard in copies if shard.trained]
             self.mirror_frozen = [shard for shard in copies if not shard.trained]
-            self._mirror_grad = _grad_of(self.mirror_shards, model)
+            self._mirror_grad = received_gradients(self.mirror_shards, model)
             self.mirrored_gradients = [self._mirror_grad]
 
         _shard_fully(model, axis, config, groups)
@@ -156,7 +156,7 @@ class FSDP(DataParallel):
         for shard in self._own:
             grad = shard.param.grad
             own.append(torch.zeros_like(shard.param) if grad is None else grad)
-        self._axis.pass_on([torch.cat(own)], [self._mirror_grad], self._mirror, "mirror")
+        self._axis.start_pass_on(torch.cat(own), self._mirror, "mirror", self._mirror_grad)()
         return True
 
     def norm(self) -> Tensor:
@@ -182,16 +182,6 @@ def _shard_of(piece: Piece, param: nn.Parameter, whole: Piece) -> Shard:
     """Return a part of the parameter `whole` as a shard."""
     decays = len(whole.shape) >= 2
     return Shard(piece, param, decays, cut_from=whole, trained=param.requires_grad)
-
-
-def _grad_of(shards: list[Shard], model: nn.Module) -> Tensor:
-    """Return one tensor, to be received, in which the gradients of `shards` lie."""
-    sizes = [shard.param.numel() for shard in shards]
-    like = next(p for p in model.parameters() if p.requires_grad)
-    flat = like.detach().new_zeros(sum(sizes))
-    for shard, grad in zip(shards, flat.split(sizes), strict=True):
-        shard.param.grad = grad
-    return flat
 
 
 def pieces_to_cut(model: nn.Module) -> dict[str, Piece]:

@@ -60,11 +60,6 @@ class Piece:
     def is_whole(self) -> bool:
         return self.numel == prod(self.view)
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """Where a `flat_range` of a whole parameter begins and ends, in row-major order."""
-        return self.span_in(self.all)
-
     def span_in(self, other: Piece) -> tuple[int, int]:
         """Where a `flat_range` of another piece begins and ends in it, in row-major order.
 
@@ -181,6 +176,19 @@ def whole_pieces(model: nn.Module) -> dict[str, Piece]:
         if p.requires_grad:
             pieces[name] = Piece.whole(name, p.shape, views.get(name))
     return pieces
+
+
+def received_gradients(shards: Sequence[Shard], model: nn.Module) -> Tensor:
+    """Return one flat tensor, to be received, in which the gradients of `shards` lie.
+
+    There may be no shard: its dtype and device are those of the model.
+    """
+    sizes = [shard.param.numel() for shard in shards]
+    like = next(p for p in model.parameters() if p.requires_grad)
+    flat = like.detach().new_zeros(sum(sizes))
+    for shard, grad in zip(shards, flat.split(sizes), strict=True):
+        shard.param.grad = grad
+    return flat
 
 
 def is_cut(model: nn.Module) -> bool:

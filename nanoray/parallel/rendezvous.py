@@ -13,14 +13,13 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanoray.errors import ConfigError, RendezvousError
-from nanoray.machine.interfaces import LOOPBACK, is_loopback
+from nanoray.machine.interfaces import is_loopback
 from nanoray.machine.launchers import place_of, whole_number
 
 if TYPE_CHECKING:
@@ -273,25 +272,14 @@ def _listen(host: str, port: int, only_here: bool = True) -> socket.socket:
     `only_here`, where the machine's own name is a loopback address, as Debian and Ubuntu set it.
     """
     by_name = host not in ("localhost", "127.0.0.1", "::1")
-    missing: list[tuple[str, OSError]] = []
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if by_name and not only_here and is_loopback(str(address[0])):
             continue
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(address)
+            return socket.create_server(address, family=family, backlog=4096)
         except OSError as error:
-            listener.close()
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            missing.append((str(address[0]), error))
-            continue
-        listener.listen(4096)
-        return listener
-    # Behind a NAT another address leads here. To a loopback that is not there nothing leads.
-    if missing and all(is_loopback(address) for address, _ in missing):
-        raise missing[0][1]
     return socket.create_server(("", port), backlog=4096)
 
 
@@ -307,72 +295,17 @@ def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
             only_here = r.local_world_size == r.world_size
             return open_store(r.master_addr, r.world_size, timeout_s, r.master_port, only_here)
         patience = timedelta(seconds=timeout_s)
-        if r.agent_store:
-            _require_listener(r.master_addr, r.master_port)
         return TCPStore(
             r.master_addr, r.master_port, r.world_size, timeout=patience, wait_for_workers=False
         )
 
-    where = f"{r.master_addr}:{r.master_port}"
-    try:
-        return _within(
-            timeout_s,
-            connect,
-            f"rank {r.rank} cannot reach the store at {where}; is rank 0 up, and the port free?",
-        )
-    except RendezvousError as error:
-        raise RendezvousError(f"{error}{_reason_and_remedy(r)}") from None
-
-
-def _reason_and_remedy(r: Rendezvous) -> str:
-    """Return what this host says about the store's address, for the end of a message.
-
-    The variables are named where the address came from them: there is a run_id then.
-    """
-    if not r.run_id:
-        return ""
-    try:
-        addresses = socket.getaddrinfo(r.master_addr, r.master_port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return (
-            f"; MASTER_ADDR = {r.master_addr} does not resolve here ({error.strerror}): set it to "
-            "the host of rank 0"
-        )
-    serves = r.rank == 0 and not r.agent_store
-    remedy = "; MASTER_ADDR and MASTER_PORT must name rank 0's host, and a port open to this one"
-    if serves:
-        remedy = ""
-        # SO_REUSEADDR, as the store sets it: a port is free while old connections to it linger.
-        for family, kind, _, _, address in addresses:
-            with closing(socket.socket(family, kind)) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(address)
-                except OSError as error:
-                    remedy = (
-                        f"; MASTER_PORT = {r.master_port} cannot be opened on this host "
-                        f"({error.strerror}): end what uses it, or set another"
-                    )
-                    if error.errno == errno.EADDRNOTAVAIL:
-                        remedy = (
-                            f"; MASTER_ADDR = {r.master_addr} is {address[0]}, which this host "
-                            f"does not have: set it to one of its addresses, as "
-                            f"{LOOPBACK} for ranks of this host alone"
-                        )
-    return remedy
-
-
-def _require_listener(host: str, port: int) -> None:
-    """Raise ConnectionRefusedError if a store is no longer served.
-
-    TCPStore would try until its timeout.
-    """
-    try:
-        socket.create_connection((host, port), timeout=5.0).close()
-    except ConnectionRefusedError:
-        raise
-    except OSError:  # a busy host, or a name that is not known yet: TCPStore tries longer
-        pass
+    complaint = (
+        f"rank {r.rank} cannot reach the store at {r.master_addr}:{r.master_port}; is rank 0 up, and "
+        "the port free?"
+    )
+    if r.run_id:  # the address came from variables
+        complaint += " MASTER_ADDR and MASTER_PORT must name rank 0's host, and a port open to all"
+    return _within(timeout_s, connect, complaint)
 
 
 def _within(seconds: float, call: Callable[[], T], complaint: str) -> T:

@@ -6,7 +6,6 @@ authenticates the sender.
 
 from __future__ import annotations
 
-import base64
 import hmac
 import json
 import os
@@ -17,25 +16,25 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from nanoray.errors import RendezvousError
-from nanoray.machine.tensor_memory import bytes_of
+from nanoray.models.values import Unsupported, put_together, take_apart
 
 TAG_BYTES = 32  # HMAC-SHA256
 LOOK_S = 1.0  # how often a wait for the store checks for an order to abort
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def encode(value: Any) -> bytes:
     """Return a value as JSON. Raises TypeError if it cannot be encoded.
 
-    It may be None, a bool, number or text, a list or tuple, a dict with text keys, a dtype, or a
-    small tensor.
+    It may be what models/values.py takes apart, such as numbers, text, dtypes, small tensors, and
+    lists, tuples and dicts of them.
     """
-    return json.dumps(_plain(value)).encode()
+    try:
+        return json.dumps(take_apart(value, "it")).encode()
+    except Unsupported as error:
+        raise TypeError(f"{error}, which does not cross ranks") from None
 
 
 def decode(data: bytes) -> Any:
@@ -43,43 +42,7 @@ def decode(data: bytes) -> Any:
 
     A tensor comes back on CPU. Floats keep their bits.
     """
-    return _rich(json.loads(data))
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, tuple):  # also a torch.Size
-        return {"tuple": [_plain(item) for item in value]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value)}
-    if isinstance(value, Tensor):
-        # As bytes, because numpy lacks some dtypes, such as bfloat16.
-        data = bytes_of(value.cpu()).numpy().tobytes()
-        return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _plain(item) for key, item in value.items()}}
-    raise TypeError(f"a {type(value).__name__} does not cross ranks: {value!r:.80}")
-
-
-def _rich(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_rich(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    # JSON has neither tuples nor tensors: a dict with one key says what the value was.
-    ((kind, inner),) = value.items()
-    if kind == "tuple":
-        return tuple(_rich(item) for item in inner)
-    if kind == "dtype":
-        return _DTYPES[inner]
-    if kind == "tensor":
-        dtype, shape, text = inner
-        data = bytearray(base64.b64decode(text))
-        return torch.frombuffer(data, dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
-    return {key: _rich(item) for key, item in inner.items()}
+    return put_together(json.loads(data))
 
 
 class SealedStore(dist.Store):
@@ -129,11 +92,6 @@ class SealedStore(dist.Store):
         values = self._inner.multi_get(names)  # one request, however many ranks there are
         return [self._unseal(name, bytes(value)) for name, value in zip(names, values, strict=True)]
 
-    def multi_set(self, names: list[str], values: list[str | bytes]) -> None:
-        """Store several values."""
-        for name, value in zip(names, values, strict=True):
-            self.set(name, value)
-
     def add(self, name: str, amount: int) -> int:
         """Add to a counter and return it."""
         return int(self._inner.add(name, amount))
@@ -159,18 +117,6 @@ class SealedStore(dist.Store):
     def check(self, names: list[str]) -> bool:
         """Return whether all names are there."""
         return bool(self._inner.check(names))
-
-    def delete_key(self, name: str) -> bool:
-        """Remove a name."""
-        return bool(self._inner.delete_key(name))
-
-    def num_keys(self) -> int:
-        """Return how many names there are."""
-        return int(self._inner.num_keys())
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long `get` and `wait` wait."""
-        self._inner.set_timeout(timeout)
 
     def abort(self) -> None:
         """Shut down gloo's TCP connections in this process. (any thread, any number of times)

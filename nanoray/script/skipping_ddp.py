@@ -64,7 +64,7 @@ class SkippingDDP(TorchDDP):
             raise ConfigError(
                 "dp_mode = ddp: backward computes the gradient of a parameter in two parts, as "
                 "torch.utils.checkpoint with use_reentrant=True does for a layer that is used "
-                "twice; set use_reentrant=False, or use dp_mode ddp_by_hand"
+                "twice; set use_reentrant=False"
             ) from error
 
         missing = [p for p in self._params if p not in self._arrived]

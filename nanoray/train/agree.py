@@ -25,7 +25,6 @@ from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.data.dataset import DatasetInfo
-from nanoray.data.verify import sampled_hash
 from nanoray.errors import CheckpointError, ConfigError, DataError, RankDiffers, RendezvousError
 from nanoray.machine.device import Device
 from nanoray.machine.host import cpu_features
@@ -68,12 +67,10 @@ def require_shared_folder(
 def facts(spec: RunSpec) -> dict[str, str]:
     """Return the facts that must be equal on all ranks before they exchange a gradient.
 
-    They are measured in this process, and not copied from the driver's record.
+    They are measured in this process, and not copied from the driver's record. Each rank has compared
+    its token files with the record of the data set before (data/verify.py).
     """
     config = json.dumps(spec.config.model_dump(), sort_keys=True)
-    tokens_on_disk = ""
-    if spec.dataset.kind != "own":
-        tokens_on_disk = sampled_hash(spec.dataset)
     return {
         "configuration (sha256)": hashlib.sha256(config.encode()).hexdigest()[:16],
         "nanoray": __version__,
@@ -81,7 +78,6 @@ def facts(spec: RunSpec) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dataset (sha256)": spec.dataset.tokens_sha256[:16],
-        "tokens on its disk (sampled sha256)": tokens_on_disk,
         "attempt": str(spec.attempt),
         "run folder": spec.folder.name,
     }

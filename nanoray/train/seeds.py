@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoray.data.seeding import seed_host_generators
 from nanoray.data.tokens import MicroBatches
-from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
+from nanoray.models.dropout import derive_seed, seed_generators
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.cli.open_folder import open_run
 from nanoray.config import make_config, resolve_batch
-from nanoray.data.cifar10 import generate, store
+from nanoray.data.cifar10 import generate, store_images
 from nanoray.data.dataset import DatasetInfo
-from nanoray.models.batch_norm import BatchNorm
+from nanoray.models.batch_norm import adopt_norms
 from nanoray.models.precision import LossScaler
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel.axis import data_axis
@@ -50,10 +50,7 @@ TINY = {
 
 def small_dataset(folder: Path, train: int = TRAIN, val: int = VAL) -> DatasetInfo:
     """Write a dataset of so many generated images."""
-    splits = generate(0, train), generate(train, val)
-    return store(
-        folder, DatasetInfo("small", "small", folder, "uint8", 10, train, val, "", "", {}), *splits
-    )
+    return store_images("small", "small", folder, generate(0, train), generate(train, val))
 
 
 def image_spec(images: DatasetInfo, out_dir: Path, **overrides: Any) -> RunSpec:
@@ -70,7 +67,8 @@ def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     """Run one BatchNorm on this rank's part of a batch, forward and backward; emit all results."""
     torch.manual_seed(1)
     x, dy = (torch.randn(order["batch"], 5, 3, 4) * 3 + 2 for _ in range(2))  # the whole batch
-    norm, axis = BatchNorm(5), data_axis(mesh)
+    norm, axis = torch.nn.BatchNorm2d(5), data_axis(mesh)
+    adopt_norms(norm)
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(0.5, 2.0, 5))
         norm.bias.copy_(torch.linspace(-1.0, 1.0, 5))
@@ -80,6 +78,7 @@ def norm_layer(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     own = x[part].clone().requires_grad_()
     y = norm(own)
     y.backward(dy[part])
+    assert norm.running_var is not None
     before = norm.running_var.clone()
     statistics.add_up()
     statistics.commit()
@@ -124,6 +123,7 @@ def copied_state(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
     shared = mesh.gather(replicas.hash_tensors(state.tensors())[1])
     if mesh.rank == 1:
         model: ResNet = state.model  # type: ignore[assignment]
+        assert model.stem_norm.running_var is not None
         model.stem_norm.running_var[3] += 1.0
     healed, warning = replicas.compare(state, mesh)
     after = mesh.gather(replicas.hash_tensors(state.tensors())[1])

@@ -312,7 +312,9 @@ ZOO: list[Exhibit] = [
         "checkpoint, reentrant, shared",
         lambda: Checkpointed(reentrant=True, shared=True),
         vectors,
-        refused={"ddp": "backward computes the gradient of a parameter in two parts"},
+        refused=dict.fromkeys(
+            ("ddp", "ddp_by_hand", "zero1", "zero2"), "in two parts, as torch.utils.checkpoint"
+        ),
     ),
     Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
     Exhibit("frozen in some steps", Freezing, vectors, refused=IN_FSDP),

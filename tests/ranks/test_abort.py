@@ -214,8 +214,8 @@ def test_the_wrapper_of_ddp_is_not_the_last_owner_of_its_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-        axis: Any = SimpleNamespace(size=2, group=dist.group.WORLD)
-        wrapped = apply_ddp(nn.Linear(2, 2), mesh, 8.0, axis=axis)
+        axis: Any = SimpleNamespace(size=2, group=dist.group.WORLD, mesh=mesh)
+        wrapped = apply_ddp(nn.Linear(2, 2), axis, 8.0)
         attributes = vars(wrapped)
         released = list(attributes)
         assert attributes["released_last"] is attributes["process_group"]

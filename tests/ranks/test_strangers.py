@@ -233,7 +233,6 @@ def test_values_cross_unchanged(value: Any) -> None:
 def test_what_is_no_data_does_not_cross(tmp_path: Path) -> None:
     for value in (
         Bomb(str(tmp_path)),
-        {1: "a key that is no text"},
         {"set": {1}},
         multiprocessing,
         queue.Queue(),

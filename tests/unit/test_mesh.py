@@ -235,9 +235,9 @@ def test_a_listener_that_never_answers_does_not_hang_us() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR = no-such-host.invalid does not "),
-        ({"RANK": "0"}, "cannot be opened on this host (Address already in use): end what uses it"),
-        ({}, "MASTER_ADDR and MASTER_PORT must name rank 0's host, and a port open to this one"),
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "no-such-host.invalid"),
+        ({"RANK": "0"}, "Address already in use"),
+        ({}, "127.0.0.1"),
     ],
 )
 def test_the_variables_of_an_address_that_fails_are_named(
@@ -256,5 +256,6 @@ def test_the_variables_of_an_address_that_fails_are_named(
     assert said.startswith(
         f"rank {rank.rank} cannot reach the store at {rank.master_addr}:{port}; "
     )
+    assert "MASTER_ADDR and MASTER_PORT must name rank 0's host, and a port open to all" in said
     assert text in said
     assert "\n" not in said

@@ -1,4 +1,4 @@
-"""Token shards from text, JSON lines, parquet and data sets of the hub: their tokens, and what is refused."""
+"""Token shards from text, JSON lines and data sets of the hub: their tokens, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +19,7 @@ from nanoray.data.documents import Files
 from nanoray.data.headers import LLMC_HEADER_BYTES
 from nanoray.data.tokenizer import ByteTokenizer
 
-BYTE = {"kind": "byte"}
+BYTE = ByteTokenizer()
 
 
 DOCUMENTS = [f"document {n}: {'é ' * (n % 5)}\n\nend" for n in range(23)] + ["", "ends\n"]
@@ -54,16 +52,9 @@ def write_gzip(folder: Path) -> Path:
     return path
 
 
-def write_parquet(folder: Path) -> Path:
-    path = folder / "a.parquet"
-    pq.write_table(pa.table({"text": [*DOCUMENTS, None], "id": [0] * 26}), path, row_group_size=4)
-    return path
-
-
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "jsonl": write_jsonl,
     "jsonl.gz": write_gzip,
-    "parquet": write_parquet,
 }
 
 
@@ -141,12 +132,11 @@ def test_a_text_is_one_document_whose_end_is_for_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE", 7)
-    monkeypatch.setattr(prepare_shards, "tokenizer_from_json", lambda values: Merging())
     texts = ["\ufeffab  ab\n\n ab\nab\nlast line", "ab"]
     for name, text in zip("ab", texts, strict=True):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     source = Files([tmp_path / "a.txt", tmp_path / "b.txt"], "text", 0.3)
-    prepare_shards.prepare_shards(source, {"kind": "gpt2"}, tmp_path / "out", 9, lambda line: None)
+    prepare_shards.prepare_shards(source, Merging(), tmp_path / "out", 9, lambda line: None)
 
     encode = Merging().encode
     train = [*encode("ab  ab\n\n ab\nab\n").tolist(), 300, *encode("ab").tolist(), 300]
@@ -168,8 +158,6 @@ def make_wrong_files(folder: Path) -> None:
     (folder / "other.jsonl").write_text('{"content": "a"}')
     (folder / "number.jsonl").write_text('{"text": 3}')
     (folder / "empty.jsonl").write_text('{"text": ""}')
-    pq.write_table(pa.table({"content": ["a"], "n": [1]}), folder / "a.parquet")
-    (folder / "bad.parquet").write_bytes(b"PAR1")
     (folder / "file").write_text("x")
 
 
@@ -184,12 +172,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no field": ("other.jsonl", "has no text under text; it must be an object with one: choose"),
     "a number": ("number.jsonl", "has no text under text"),
     "no text": ("empty.jsonl", "no tokens for training, and 0 for validation; give more text"),
-    "no column": ("a.parquet", "has no column text; it has content, n: choose with --field"),
-    "not text": ("a.parquet --field n", "the column n of .* holds int64 and no text"),
-    "no parquet": ("bad.parquet", "cannot read .*bad.parquet as parquet: "),
     "what exists": ("a.txt --out file", "file already exists; give --out another name"),
     "no folder": ("a.txt --out no/out", "cannot write .*no/out .*; choose another folder"),
-    "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, char, byte, and"),
+    "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, byte; choose"),
     "shard_tokens": ("a.txt --shard_tokens 0", "shard_tokens = 0 is not above 0"),
     "val_fraction": ("a.txt --val_fraction 1", "val_fraction = 1 is not between 0 and 0.5"),
 }

@@ -19,7 +19,7 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.data.headers import read_header
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import JoinedFiles, TokenData, open_tokens
-from nanoray.data.verify import sampled_hash, verify
+from nanoray.data.verify import verify
 from nanoray.errors import DataError
 from tests.harness.token_files import (
     write_bare,
@@ -252,7 +252,6 @@ def test_a_change_in_any_file_is_noticed(tmp_path: Path, victim: int) -> None:
     folder = shards(tmp_path / "many", *KINDS["llm.c"])
     info = prepare(config(folder))
     verify(info)
-    before = sampled_hash(info)
     names = [file.name for file in (*info.files("train"), *info.files("val"))]
     path = folder / names[victim]
     data = bytearray(path.read_bytes())
@@ -260,7 +259,6 @@ def test_a_change_in_any_file_is_noticed(tmp_path: Path, victim: int) -> None:
     path.write_bytes(data)
     said = refused(lambda: verify(info))
     assert "fineweb_train_000001.bin to fineweb_val_000001.bin (9 files)" in said
-    assert sampled_hash(info) != before
     assert prepare(config(folder)).tokens_sha256 != info.tokens_sha256
 
     path.write_bytes(data[:-2])

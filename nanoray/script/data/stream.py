@@ -185,15 +185,15 @@ class Stream:
 def pack(state: Any) -> Tensor:
     """Return a stream's state as bytes of JSON, (n,) uint8.
 
-    Raises DataError for types other than numbers, text, lists, dicts, bytes, tensors and arrays.
+    Raises DataError for types other than numbers, text, lists, tuples, dicts and tensors.
     """
     try:
-        plain = take_apart(state, "state", loose=True)
+        plain = take_apart(state, "state")
     except Unsupported as error:
         raise DataError(
             f"the state of the train data has a {error.kind} at {error.where}, which a checkpoint "
-            "cannot hold; let state_dict() return numbers, text, lists, dicts, bytes, tensors or "
-            "arrays"
+            "cannot hold; let state_dict() return numbers, text, tensors, and lists, tuples and dicts "
+            "of them"
         ) from None
     return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 

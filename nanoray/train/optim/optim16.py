@@ -54,7 +54,7 @@ class Optim16(torch.optim.Optimizer):
         self._places = {}
         for shard in shards:
             number = zlib.crc32(shard.piece.name.encode())
-            self._places[shard.param] = (number, shard.piece.span[0])
+            self._places[shard.param] = (number, shard.piece.span_in(shard.piece.all)[0])
 
         # The kinds of state for each parameter.
         self.state_type = torch.float32 if self._masters else weight_type(config.precision)
