@@ -70,6 +70,7 @@ MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
 # Where the thread that got the signal is, of the stacks that faulthandler writes
 CURRENT = re.compile(rb'Current thread .*\n  File "([^"]+)", line (\d+) in (\S+)')
 STACKS_S = 5.0  # for the ranks of a busy machine to write them
+CLOSE_S = 5.0  # for the ranks to end what is left of their processes
 LINES_SHOWN = 15  # of the failed rank's output
 
 
@@ -600,8 +601,9 @@ class ProgramDriver:
 
     def _close(self) -> None:
         """End all actors with whatever is left of their processes."""
+        closing = [actor.close.remote() for actor in self.actors]
+        if closing:  # that of a lost node answers with an error, or not at all
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
         for actor in self.actors:
-            with suppress(RayError):
-                ray.get(actor.close.remote(), timeout=5)
             ray.kill(actor)
         self.actors = []
