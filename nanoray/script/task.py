@@ -211,12 +211,11 @@ class ScriptTask:
     ) -> list[StepHook]:
         """Return what a script's model adds to a step. (all ranks)"""
         hooks: list[StepHook] = []
-        # A script's model may leave parameters without a gradient, which fsdp refuses; and no
-        # parameter may begin to train in the middle of a run.
+        # No parameter may begin to train in the middle of a run. Some may be left without a gradient,
+        # which fsdp refuses.
+        hooks.append(FrozenParameters(model))
         if data.size > 1 and not isinstance(mode, EvenFSDP):
             hooks.append(AbsentGradients(model, mode, mesh))
-        elif any(not p.requires_grad for p in model.parameters()):
-            hooks.append(FrozenParameters(model))
         if is_loose(model):
             hooks.append(LooseBuffers(model, mesh))
         return hooks
