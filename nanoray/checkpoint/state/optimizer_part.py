@@ -94,11 +94,6 @@ class OptimizerPart(StatePart):
             load_groups(each, values.get("groups", []))
         if state.schedule:
             state.schedule.load_values(values.get("schedule"), step)
-        elif "schedule" in values:
-            raise CheckpointError(
-                "the checkpoint has the state of a scheduler, but the script gives none; give "
-                "RuntimeEngine the same scheduler, or start anew with resume none"
-            )
 
     def compared(self, tensors: Tensors) -> None:
         if self._state.sharded:
