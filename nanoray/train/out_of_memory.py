@@ -49,9 +49,7 @@ class Shortage(NamedTuple):
 
     limit: int = 0  # the most sequences of a micro batch; 0: as many as the configuration says
     why: str = ""  # where memory ran out just now, for people; "" on a rank that had enough
-    # In place of `why`, where no smaller micro batch helps: the run ends, or leaves out an evaluation
-    ends: str = ""
-    no_eval: str = ""
+    ends: str = ""  # in place of `why`, where no smaller micro batch helps: the run ends
 
 
 ENOUGH: Shortage = Shortage()
@@ -89,11 +87,8 @@ def shortage_of(
             f", and the train data come in batches of {micro}; give smaller ones, or a dataset with "
             "len() and []"
         )
-    text = f"rank {mesh.rank} {why}{problem}"
-    if problem and phase == "eval":
-        return Shortage(micro, no_eval=text)
     if problem:
-        return Shortage(micro, ends=text)
+        return Shortage(micro, ends=f"rank {mesh.rank} {why}{problem}")
     return Shortage(micro // 2, why)
 
 
@@ -149,8 +144,7 @@ def agree(mesh: Mesh, own: Shortage) -> Shortage:
     ends = [each.ends for each in everyone if each.ends]
     if ends:
         return Shortage(limit, ends=ends[0])
-    no_eval = next((each.no_eval for each in everyone if each.no_eval), "")
-    return Shortage(limit, why, no_eval=no_eval)
+    return Shortage(limit, why)
 
 
 def announcement(why: str, before: Batch, batch: Batch) -> str:
