@@ -224,18 +224,12 @@ class ScriptTask:
             self._data = ScriptData(
                 self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
             )
-        if self._data.in_batches and cfg.recovery == "shrink":
-            raise ConfigError(
-                "recovery = shrink changes the number of ranks and the micro batch, but the train "
-                "data are batches of a fixed size; use recovery in_place or restart, or give a "
-                "dataset with len() and []"
-            )
         # The driver decides which numbers of ranks are possible, and it does not see the data.
-        sizes = {"micro_batch_size", "global_batch_size"}
-        if cfg.recovery == "shrink" and self._batch_size and not sizes & self._given.run.given:
+        if cfg.recovery == "shrink" and self._batch_size is not None:
             raise ConfigError(
-                "recovery = shrink divides the batch of the configuration, but here the "
-                f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
+                "recovery = shrink changes the number of ranks and the micro batch, but the train data "
+                f"come in batches of {self._batch_size} samples; give a dataset with len() and [], and "
+                "its batch size as micro_batch_size, or use recovery in_place or restart"
             )
         return self._data
 

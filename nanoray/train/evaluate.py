@@ -42,8 +42,7 @@ def evaluate(
     # Training must not depend on an evaluation: its passes do not count in a module's buffers.
     try:
         with evaluation_mode(state.model), par.undisturbed():
-            at_once = reading.windows_at_once if reading else batches.batch.micro
-            sums = sum_of_scores(par, batches, workload, most_samples, at_once, phase)
+            sums = sum_of_scores(par, batches, workload, most_samples, phase, reading)
     finally:
         par.forget_gathered()
 
@@ -72,8 +71,8 @@ def sum_of_scores(
     batches: MicroBatches,
     workload: Workload,
     most_samples: int,
-    at_once: int,
     phase: Callable[[str], None],
+    reading: ReadVote | None,
 ) -> Tensor:
     """Return the sums of the scores over this rank's windows, and the number of these or their weight.
 
@@ -84,6 +83,7 @@ def sum_of_scores(
     ranks = batches.batch.dp
     own_windows = windows[batches.rank :: ranks]
     longest = math.ceil(len(windows) / ranks)
+    at_once = reading.windows_at_once if reading else batches.batch.micro
 
     total = torch.zeros(len(workload.score_names) + 1, dtype=torch.float64)
     for first in range(0, longest, at_once):

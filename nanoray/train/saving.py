@@ -116,8 +116,7 @@ def read_checkpoint(
 
     # Each rank continues its own generators, which only an equal number of ranks can.
     if meta["world_size"] == mesh.world_size:
-        saved.own = saved.rng[mesh.rank]
-        set_rng_state(saved.own, mesh.device)
+        set_rng_state(saved.rng[mesh.rank], mesh.device)
     else:
         note(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, "

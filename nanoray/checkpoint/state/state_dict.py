@@ -30,15 +30,13 @@ class StateDict:
 
     model: Tensors
     optimizer: Tensors  # flat names: "exp_avg.<param>", "step.<param>"
-    # Per rank: generators, loader, compression's memory
+    # Per rank: generators, and the state of its data
     rng: list[Tensors] = field(default_factory=list)
     scaler: dict[str, float] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     pieces: dict[str, Piece] | None = None  # by parameter; None: all tensors are whole
     # Further names of tied weights, which are saved once
     aliases: dict[str, str] = field(default_factory=dict)
-    # Of `rng`, what this rank alone had; empty where another number of ranks has saved it
-    own: Tensors = field(default_factory=dict)
     # Another rank's state may lack these, where ranks cut the state: then a rank that loads it keeps
     # its own optimizer state, or its own trained weights as well
     has_optimizer: bool = True
