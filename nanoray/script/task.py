@@ -347,5 +347,4 @@ def _reading(split: str, data: Any) -> AbstractContextManager[None]:
         f"reading the {split} data, {describe(data)},",
         "mend it, or give a dataset with len() and [], a DataLoader or an iterable, of pairs (inputs, "
         "targets) or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",
-        reads=True,
     )

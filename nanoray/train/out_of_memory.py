@@ -26,18 +26,11 @@ from nanoray.faults.inject import append_event
 from nanoray.faults.progress import LEFT
 from nanoray.machine.atomic import read_json_lines
 from nanoray.machine.host import available_memory_bytes
-from nanoray.machine.script_errors import shown
 from nanoray.parallel.mesh import Mesh
 
 EVENT = "out_of_memory"  # in a run's faults.jsonl
 GIB = 1 << 30
 HALVE = "halve --micro_batch_size: accumulation doubles and the global batch stays"
-# Of a batch that could not be read: a smaller one helps only where it is large itself
-READ_LESS = (
-    "memory is taken by what the dataset keeps, and by each worker of a DataLoader with what it reads "
-    "ahead: lower num_workers or prefetch_factor, read items when they are asked for, or, if the "
-    "batch itself is too large, lower micro_batch_size"
-)
 LESS = (
     "to need less memory, in the order of what it costs: --activation_checkpointing selective or block, "
     "--dp_mode zero1, zero2 or fsdp on several ranks, --cp or --tp with more of them, a smaller model"
@@ -112,15 +105,6 @@ def describe(error: BaseException, device: torch.device) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].rstrip(".")[:200]
     return f"{text}; {memory_left(error, device)}"
-
-
-def text_of_reading(error: BaseException, device: torch.device) -> tuple[str, str]:
-    """Return the line of an error of memory while data were read; and what there was, and a remedy.
-
-    The second part ends with the frames of the script.
-    """
-    line, newline, frames = shown(error).partition("\n")
-    return line, f"{memory_left(error, device)}: {READ_LESS}{newline}{frames}"
 
 
 def memory_left(error: BaseException, device: torch.device) -> str:

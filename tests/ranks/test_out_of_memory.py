@@ -5,7 +5,6 @@ losses are, to the bit, those of a run that goes on with that micro batch.
 from __future__ import annotations
 
 import json
-import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -341,9 +340,7 @@ def test_memory_that_runs_out_while_data_are_read_is_not_that_of_the_step(
     with pytest.raises((DataError, DataFailed)) as raised:
         own_model(tmp_path, partial(make, error), **size)
     message = str(raised.value)
-    assert re.search(r"[\d.]+ GiB of the host are free: memory is taken by what the data", message)
     assert str(error)[:20] in message
-    assert "lower num_workers or prefetch_factor" in message
     assert "halve" not in message
     assert "memory  " not in capsys.readouterr().out, "no smaller micro batch was tried"
     begins = (
