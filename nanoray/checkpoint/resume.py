@@ -214,30 +214,13 @@ def _change_of(key: str, before: Any, after: Any) -> str:
 def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:
     """Return how a checkpoint's model differs from `model_shape`, as text; empty if it does not."""
     saved_shape = meta.get("model_shape") or {}
-    saved = (meta.get("config") or {}) | saved_shape
-
-    # A shape has no keys of features that it does not use.
-    expected = dict(model_shape)
-    if model_shape and saved_shape:
-        saved |= _UNUSED | saved_shape
-        expected = _UNUSED | expected
-
     differences = []
-    for key, value in expected.items():
-        if saved.get(key) != value:
-            differences.append(f"{key} is {saved.get(key, 'unknown')} there and {value} here")
+    # A shape has no keys of features that it does not use.
+    for key in {**model_shape, **saved_shape}:
+        there, here = saved_shape.get(key, "unknown"), model_shape.get(key, "unknown")
+        if there != here:
+            differences.append(f"{key} is {there} there and {here} here")
     return ", ".join(differences)
-
-
-# What stands for a feature of a shape that has no key of it
-_UNUSED = {
-    "experts": 0,
-    "experts_per_token": 0,
-    "expert_hidden": 0,
-    "shared_experts": 0,
-    "rotary": False,
-    "gelu": "exact",
-}
 
 
 def check_shape(

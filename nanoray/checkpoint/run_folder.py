@@ -320,37 +320,42 @@ def summary_on_failure(spec: RunSpec) -> Iterator[None]:
         raise
 
 
+# What a summary takes over from the outcome of a run; None where the run does not have it
+_OF_OUTCOME = (
+    "exit_reason",
+    "exit_code",
+    "steps_before",  # those before this command
+    "val_loss",
+    "train_loss",
+    "loss_ema",
+    "train_s",
+    "tok_per_sec",
+    "samples_per_sec",
+    "step_ms",
+    "first_step_s",
+    "world_size",
+    "backend",
+    "backend_reason",
+    "precision",
+    "device",
+    "resumed_from",
+    "comm",
+    "sample",
+    "lines",  # of a program that has its own
+    "torch",
+)
+
+
 def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict[str, Any]:
     """Write and return summary.json: the run's results, and why it ended. (one process)"""
-    summary = {
-        "exit_reason": outcome.get("exit_reason"),
-        "exit_code": outcome.get("exit_code"),
+    summary = {key: outcome.get(key) for key in _OF_OUTCOME} | {
         "steps": outcome.get("step"),
-        "steps_before": outcome.get("steps_before"),  # those before this command
-        "val_loss": outcome.get("val_loss"),
         "expected_val_loss": expected_loss(spec),
-        "train_loss": outcome.get("train_loss"),
-        "loss_ema": outcome.get("loss_ema"),
-        "train_s": outcome.get("train_s"),
-        "tok_per_sec": outcome.get("tok_per_sec"),
-        "samples_per_sec": outcome.get("samples_per_sec"),
-        "step_ms": outcome.get("step_ms"),
-        "first_step_s": outcome.get("first_step_s"),
         "total_s": round(time.time() - spec.started, 3),
-        "world_size": outcome.get("world_size"),
-        "backend": outcome.get("backend"),
-        "backend_reason": outcome.get("backend_reason"),
-        "precision": outcome.get("precision"),
-        "device": outcome.get("device"),
         "restarts": restarts,
-        "resumed_from": outcome.get("resumed_from"),
         "dataset": spec.dataset.name,
         "dataset_note": spec.dataset.note,
-        "comm": outcome.get("comm"),
-        "sample": outcome.get("sample"),
-        "lines": outcome.get("lines"),  # of a program that has its own
         "nanoray": __version__,
-        "torch": outcome.get("torch"),
     }
     try:
         write_json(spec.folder / "summary.json", summary)

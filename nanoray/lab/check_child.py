@@ -48,7 +48,6 @@ from nanoray.script.settings import loaded_of
 from nanoray.script.task import ScriptTask
 from nanoray.train.__main__ import train_here
 from nanoray.train.loop_arm import QUIET
-from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import set_mode
 
 CPU = torch.device("cpu")
@@ -182,9 +181,6 @@ def train_plainly(result: dict[str, Any], job: CheckJob, config: Config, task: S
     set_mode([optimizer], "train")
 
     for step in range(steps):
-        if schedule is None:  # else the script's own schedulers have set the rates
-            set_lr([optimizer], lr_at(step, config))
-
         before = Undisturbed(model)
         of_rank_0 = before
         gradients: dict[nn.Parameter, Tensor] = {}
@@ -219,8 +215,7 @@ def train_plainly(result: dict[str, Any], job: CheckJob, config: Config, task: S
         if config.grad_clip:
             nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
-        if schedule is not None:
-            schedule.step([optimizer])
+        schedule.step([optimizer])
         optimizer.zero_grad()
         attributes = [*attributes[:1], dict(attributes_of(model, task.loss_fn))]
 

@@ -9,7 +9,7 @@ step that broke.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -135,38 +135,6 @@ def join(
 ) -> dict[str, Any]:
     """Return the values that `split` has encoded; tensors that were on a GPU go to `device`."""
     return {name: put_together(value, tensors, device) for name, value in values.items()}
-
-
-# Writing into a module.
-
-
-def write_buffers(
-    model: nn.Module, saved: Mapping[str, Tensor], names: Iterable[str], device: torch.device
-) -> None:
-    """Give a model the persistent buffers `names` of `saved`, and no others.
-
-    A buffer may have grown in training, or may have been registered, or set to None, by a forward:
-    then the model's own gets the saved shape, or is made, or is set to None.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    written: set[int] = set()
-    for name in names:
-        prefix, _, key = name.rpartition(".")
-        module = modules[prefix]
-        own = module._buffers.get(key)
-        if own is None:
-            own = saved[name].to(device, copy=True)
-            module.register_buffer(key, own)
-        else:
-            assign(own, saved[name])
-        written.add(id(own))
-
-    # A shared buffer is one tensor under several names, which need not all be given.
-    for module in modules.values():
-        for key, tensor in module._buffers.items():
-            is_persistent = key not in transient_buffers(module)
-            if is_persistent and id(tensor) not in written:
-                module._buffers[key] = None
 
 
 class Undisturbed:

@@ -92,7 +92,6 @@ class Buckets(DataParallel):
         self.compressor: Compressor | None = None  # sends buckets in place of the reduce-scatter
         self.divisor = self._data.size  # of the loss: afterwards every reduction is a sum
         self._mode = mode
-        self.has_complete_sums = mode == "ddp_by_hand"
         self._mirror = mirror
         self._first = first
         self._inside = False  # a backward is running

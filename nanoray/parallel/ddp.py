@@ -36,8 +36,6 @@ class TorchDDP(DataParallel):
     after the update.
     """
 
-    has_complete_sums = True
-
     def __init__(
         self, model: nn.Module, axis: Axis, config: Config, compressor: Compressor | None = None
     ) -> None:

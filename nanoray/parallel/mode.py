@@ -31,8 +31,6 @@ class DataParallel:
     frozen_shards: Sequence[Shard] = ()  # of frozen weights, where no rank has all of them
     mirror_frozen: Sequence[Shard] = ()  # copies of those of the mirrored rank
     mirrored_gradients: Sequence[Tensor] = ()  # those that `mirror_gradients` has received
-    # Whether each rank has the whole sum of each parameter's gradient in `.grad`, equal to the bit
-    has_complete_sums = False
     keeps_groups = False  # whether something refers to the process groups after `close`
 
     def __init__(self, model: nn.Module, axis: Axis, groups: Groups | None = None) -> None:

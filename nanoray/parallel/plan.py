@@ -97,8 +97,6 @@ class Plan:
         # Whether they are sent to another rank
         self._is_mirrored = mirror > 0 and self._shares_updates and not self._is_replicated
         self._is_split = config.model_ranks > 1
-        # Whether a rank's forward waits for other ranks
-        self.forwards_communicate = config.model_parts > 1 or config.cp > 1 or mode == "fsdp"
         if config.model_parts > 1 or mode == "fsdp":
             for tensor in [*model.parameters(), *model.buffers()]:
                 mesh.broadcast_tensor(tensor.data, 0)

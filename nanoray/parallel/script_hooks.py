@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from nanoray.config import Config
-from nanoray.errors import ConfigError
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.compress import Compressor
@@ -42,12 +41,3 @@ class ScriptHooks:
 
     weighted_flow: MakeFlow
     """takes the place of a Straight flow where a loss is a sum with a weight"""
-
-
-def unfrozen(name: str) -> ConfigError:
-    """Return the error for a parameter that was frozen when the run began, and no longer is."""
-    return ConfigError(
-        f"{name} had requires_grad = False when the run began, and has True now: no rank would "
-        "share its gradient or save its state. Let it require a gradient when RuntimeEngine is "
-        "made, and freeze it then until its step"
-    )

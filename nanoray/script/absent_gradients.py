@@ -8,24 +8,19 @@ sum buckets of all parameters, with zeros where this rank has no gradient. A sum
 missing gradient: it would let weight decay and momentum move the parameter. So after the last
 backward the ranks exchange a byte for each parameter, and gradients that no rank has become None.
 
-Any step may be the first one that skips a parameter, and only the rank that skips it can see that.
-But where every rank has all sums, all of them can see whether a sum is zero; and what no rank has
-sums up to zero. So in a mode with complete sums, on a CPU, a step in which no sum is zero needs no
-exchange, and no rank waits for another one. Elsewhere the exchange is part of every step: a shard of
-zeros is seen by its owner alone, and a GPU would have to be waited for. The bytes pass over the
-control group, from host to host. nanoray's own models always use all of their parameters, and fsdp
-refuses one that does not (even_fsdp.py).
+The bytes pass over the control group, from host to host, so no GPU is waited for. nanoray's own models
+always use all of their parameters, and fsdp refuses one that does not (even_fsdp.py).
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from nanoray.errors import ConfigError
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel
-from nanoray.parallel.script_hooks import unfrozen
 
 
 class AbsentGradients(StepHook):
@@ -35,19 +30,7 @@ class AbsentGradients(StepHook):
         """Watch the trainable parameters of `model`, which `mode` has prepared. (all ranks)"""
         self._mode = mode
         self._mesh = mesh
-        self._trained: dict[str, nn.Parameter] = {}
-        self._frozen: dict[str, nn.Parameter] = {}
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                self._trained[name] = p
-            else:
-                self._frozen[name] = p
-
-        # Whether sums without a zero make the exchange needless. That a frozen parameter trains now,
-        # on one rank, is seen by no sum.
-        self._sums_suffice = (
-            mode.has_complete_sums and mesh.device.type == "cpu" and not self._frozen
-        )
+        self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
     def add_up(self) -> None:
         """Find the parameters that no rank has a gradient of, and set theirs to None. (all ranks)
@@ -55,44 +38,23 @@ class AbsentGradients(StepHook):
         It comes before the norm, which is the commit point: once one rank has the norm, all ranks
         have this result, and can finish the step without a lost rank.
         """
-        computed = self._mode.computed
-
-        # All ranks have the same sums, to the bit, so all of them skip the exchange, or none does.
-        if self._sums_suffice and not any(is_zero(p.grad) for p in self._trained.values()):
-            return
-
         # (all ranks) A byte for each parameter, in the same order on all ranks.
-        own = [name in computed for name in self._trained]
-        thawed = [p.requires_grad for p in self._frozen.values()]
-        flags = torch.tensor([*own, *thawed], dtype=torch.uint8)
-        flags = self._mesh.max_of(flags)
+        computed = self._mode.computed
+        own = torch.tensor([name in computed for name in self._trained], dtype=torch.uint8)
+        present = self._mesh.max_of(own).tolist()
 
-        present, thawed = [part.tolist() for part in flags.split([len(own), len(thawed)])]
-        for name, is_thawed in zip(self._frozen, thawed, strict=True):
-            if is_thawed:
-                raise unfrozen(name)
-
-        absent = {
-            name for name, is_present in zip(self._trained, present, strict=True) if not is_present
-        }
-        if not absent:
-            return
-        self._mode.leave_out(absent)
-
-
-def is_zero(grad: Tensor | None) -> bool:
-    """Return whether all elements of a gradient on the CPU are zero, or there is none."""
-    if grad is None or not grad.numel():
-        return True
-    # The first element answers for nearly all gradients, and is read in a microsecond.
-    return not grad.reshape(-1)[0].item() and not grad.any()
+        absent = set()
+        for name, is_present in zip(self._trained, present, strict=True):
+            if not is_present:
+                absent.add(name)
+        if absent:
+            self._mode.leave_out(absent)
 
 
 class FrozenParameters(StepHook):
-    """Refuses a parameter that a script lets train in the middle of a run, on one rank.
+    """Refuses a parameter that a script lets train in the middle of a run.
 
-    Neither its optimizer state nor the setting itself would be in a checkpoint. AbsentGradients looks
-    at the same.
+    No rank would share its gradient, and no checkpoint keep its optimizer's state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,4 +64,8 @@ class FrozenParameters(StepHook):
         """Raise ConfigError if a parameter that was frozen when the run began is so no longer."""
         for name, p in self._frozen.items():
             if p.requires_grad:
-                raise unfrozen(name)
+                raise ConfigError(
+                    f"{name} had requires_grad = False when the run began, and has True now: no rank "
+                    "would share its gradient or save its state. Let it require a gradient when "
+                    "RuntimeEngine is made, and freeze it then until its step"
+                )

@@ -20,7 +20,7 @@ from nanoray.config import Config
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.machine.compat import BatchNormBase, storage_key
 from nanoray.models.batch_norm import BatchNorm
-from nanoray.models.modules import EXTRA, buffer_names, buffers_of, has_extra_state, split
+from nanoray.models.modules import EXTRA, buffer_names, buffers_of, split
 from nanoray.script.user_code import describe, type_name
 
 WRAPPERS = (nn.DataParallel, DistributedDataParallel, FSDPModule)
@@ -102,13 +102,6 @@ def require_storable(model: nn.Module, sharded: bool) -> None:
     """
     for name, tensor in _tensors_of(model):
         _require_plain(name, tensor)
-    for prefix, module in model.named_modules():
-        restores = type(module).set_extra_state is not nn.Module.set_extra_state
-        if has_extra_state(module) and not restores:
-            raise ConfigError(
-                f"module {prefix or type(module).__name__} has get_extra_state and no "
-                "set_extra_state, so a resume could not restore it; define both"
-            )
     try:
         split(model.state_dict())
     except CheckpointError as error:

@@ -85,10 +85,9 @@ class RuntimeEngine:
         `run` is what nanoray.launch passes to a function; or, in a plain script, the configuration.
         The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch or a
         nanoray.Weighted; without `loss_fn`, model(inputs, targets). Several optimizers are stepped
-        in their order. They keep their rates and groups, unless the configuration sets `lr`,
-        `schedule` or `warmup_steps`: then the rate of the first group follows it, and the others
-        keep their ratio to it. A `scheduler` of torch, a list of them, or a function from the step
-        to the factor of the rate, is stepped once per optimizer step. `elementwise`: each optimizer
+        in their order, and keep their rates and groups. A `scheduler` of torch, a list of them, or a
+        function from the step to the factor of the rate, is stepped once per optimizer step.
+        `elementwise`: each optimizer
         updates an element from its own gradient and state alone, so that zero and fsdp may cut it;
         of torch's AdamW and the like that is known. The running statistics of torch's batch norms
         become equal on all ranks (models/batch_norm.py).

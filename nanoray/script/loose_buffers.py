@@ -2,18 +2,16 @@
 
     begin     copy the buffers and the extra states
     forward   each rank changes its own, from the samples that it sees
-    add_up    rank 0 sends its buffers: one message of a few bytes, and one of all of them
+    add_up    rank 0 sends its buffers, in one message
     commit    all ranks take these over, with the weights
     undo      a step that broke, is not finite, or is done again: back to the copy
 
 torch's DDP also lets rank 0's buffers hold for all, before each forward. Nothing but these messages
-depends on the values of others, so a step that is repeated changes a counter once. Extra states
-are not sent: as in torch, each rank has its own, and rank 0's are saved.
+depends on the values of others, so a step that is repeated changes a counter once. Buffers that no
+checkpoint keeps, and extra states, are not sent: each rank has its own, and rank 0's states are saved.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,8 @@ from nanoray.models.modules import Undisturbed, buffers_of, has_extra_state
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mesh import Mesh
 
+NONE = "none"  # a buffer that is not there
+
 
 def is_loose(model: nn.Module) -> bool:
     """Whether a forward may change what belongs to the model's state, besides running statistics."""
@@ -32,9 +32,9 @@ def is_loose(model: nn.Module) -> bool:
 
 
 def _loose(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that no step hook keeps equal on all ranks."""
+    """Return the buffers of a checkpoint that no step hook keeps equal on all ranks."""
     loose = {}
-    for name, buffer in buffers_of(model).items():
+    for name, buffer in buffers_of(model, persistent=True).items():
         if not isinstance(buffer.module, BatchNorm):
             loose[name] = buffer.tensor
     return loose
@@ -46,8 +46,16 @@ class LooseBuffers(StepHook):
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
+        self._forms = self._forms_now()
         self._before: Undisturbed | None = None  # set from a step's begin to its end
         self._received = torch.empty(0, dtype=torch.uint8)
+
+    def _forms_now(self) -> dict[str, str]:
+        """Return the shape and type of each buffer, in words."""
+        forms = {}
+        for name, tensor in _loose(self._model).items():
+            forms[name] = f"{tuple(tensor.shape)} of {tensor.dtype}"
+        return forms
 
     def begin(self) -> None:
         self.undo()  # a step that broke
@@ -55,21 +63,23 @@ class LooseBuffers(StepHook):
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Receive the buffers of rank 0. (all ranks) Raises ConfigError where shapes differ."""
+        """Receive the buffers of rank 0. (all ranks) Raises ConfigError where a shape has changed."""
+        # A resume makes the model anew, and ranks exchange messages of one size.
+        now = self._forms_now()
+        for name in sorted(now.keys() | self._forms.keys()):
+            if now.get(name) != self._forms.get(name):
+                raise ConfigError(
+                    f"a forward has changed the buffer {name} from {self._forms.get(name, NONE)} to "
+                    f"{now.get(name, NONE)}; register it before RuntimeEngine is made, with the shape that "
+                    "it keeps, or with persistent=False if no checkpoint needs it"
+                )
         mesh = self._mesh
         if mesh.world_size == 1:
             return
-        buffers = _loose(self._model)
-
-        # Shapes may depend on samples. Else a message of another size would break the group.
-        layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()]
-        of_first = mesh.broadcast(layout)
-        if of_first != layout:
-            raise ConfigError(_difference(mesh.rank, layout, of_first))
-
-        parts = [bytes_of(tensor) for tensor in buffers.values()]
-        self._received = torch.cat(parts) if parts else self._received
-        mesh.broadcast_tensor(self._received, 0)
+        parts = [bytes_of(tensor) for tensor in _loose(self._model).values()]
+        if parts:
+            self._received = torch.cat(parts)
+            mesh.broadcast_tensor(self._received, 0)
 
     @torch.no_grad()
     def commit(self, left_out: Tensor | None = None) -> None:
@@ -92,14 +102,3 @@ class LooseBuffers(StepHook):
 
     def drop(self) -> None:
         self.undo()
-
-
-def _difference(rank: int, own: Sequence[object], of_first: Sequence[object]) -> str:
-    """Describe the first buffer in which a rank differs from rank 0."""
-    different = [str(entry) for entry in own if entry not in of_first]
-    missing = [str(entry) for entry in of_first if entry not in own]
-    return (
-        f"after a forward rank {rank} has the buffers {', '.join(different) or 'none'} and rank 0 "
-        f"{', '.join(missing) or 'none'}; rank 0's are those of all ranks, so give buffers a shape "
-        "that does not depend on the samples"
-    )

@@ -27,6 +27,8 @@ DEFAULTS = {
     "grad_clip": 0.0,
     "sample_tokens": 0,
 }
+# Keys that would move the rates of nanoray's own optimizers
+RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
 
 
 def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
@@ -53,6 +55,13 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
     values = defaults | keys
     if values["model"] != "own":
         raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
+    rates = [key for key in RATES if key in keys]
+    if rates:
+        raise ConfigError(
+            f"{', '.join(rates)} would have no effect: the rates are those of the script's optimizer; "
+            "give RuntimeEngine(..., scheduler=...) a scheduler of torch, or a function from the step to "
+            "a factor"
+        )
     # A global batch that was given alone decides the micro batch, not the default above.
     if "global_batch_size" in keys and "micro_batch_size" not in keys:
         values["micro_batch_size"] = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,13 @@ from torch import Tensor
 class SeveralOptimizers(torch.optim.Optimizer):
     """A list of optimizers that are stepped one after the other, with one clip over all gradients.
 
-    It has no values of its own: groups and state are those of its members.
+    Its groups are those of its members, and each of them keeps its own state.
     """
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         # Without torch's constructor, which would copy the groups.
         self.members = list(members)
         self.defaults: dict[str, Any] = {}
-        self.state = States(self.members)  # type: ignore[assignment]
         self.found_inf: Tensor | None = None  # 1: leave out the update
         self.grad_scale: Tensor | None = None  # the factor that the gradients still have
 
@@ -43,39 +42,3 @@ class SeveralOptimizers(torch.optim.Optimizer):
         """Forget the gradients of all members."""
         for member in self.members:
             member.zero_grad(set_to_none)
-
-
-class States(MutableMapping[Any, Any]):
-    """The state of several optimizers by parameter, each in the dict of the optimizer that has it."""
-
-    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        self._members = members
-        self._owners: dict[Tensor, torch.optim.Optimizer] = {}
-        for member in members:
-            for group in member.param_groups:
-                for p in group["params"]:
-                    self._owners[p] = member
-
-    def __getitem__(self, p: Tensor) -> Any:
-        return self._owners[p].state[p]
-
-    def __setitem__(self, p: Tensor, state: Any) -> None:
-        self._owners[p].state[p] = state
-
-    def __delitem__(self, p: Tensor) -> None:
-        del self._owners[p].state[p]
-
-    def __contains__(self, p: object) -> bool:
-        return p in self._owners and p in self._owners[p].state  # type: ignore[index]
-
-    def get(self, p: Any, default: Any = None) -> Any:
-        """Return the state of a parameter, without making one."""
-        owner = self._owners.get(p)
-        return default if owner is None else owner.state.get(p, default)
-
-    def __iter__(self) -> Iterator[Any]:
-        for member in self._members:
-            yield from member.state
-
-    def __len__(self) -> int:
-        return sum(len(member.state) for member in self._members)

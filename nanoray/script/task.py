@@ -41,8 +41,6 @@ from nanoray.script.user_code import describe, first_batch, user_code
 from nanoray.script.weighted_flow import WeightedFlow
 from nanoray.train.tasks import Loss, RankStates
 
-# Keys of the configuration that set the learning rates
-RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
 # (the model's output, targets) -> mean loss, or its sum and weight
 LossFn = Callable[[Any, Any], LossValue]
 UNKNOWN = -1  # the size of the data's batches, before they were looked at
@@ -83,59 +81,24 @@ class ScriptTask:
         self._script = script_of(given)
 
     @property
-    def schedule(self) -> ScriptSchedule | None:
-        """The script's own rates; None: the configuration sets them.
-
-        Raises ConfigError where both do.
-        """
-        own = self._given.schedule
-        set_by_config = [key for key in RATES if key in self._given.run.given]
-        if set_by_config and own.has_state:
-            raise ConfigError(
-                f"the configuration sets {', '.join(set_by_config)}, and the script gives a "
-                "scheduler; set the rates by one of them"
-            )
-        return None if set_by_config else own
+    def schedule(self) -> ScriptSchedule:
+        return self._given.schedule
 
     def settings(self) -> dict[str, Any]:
-        """Return the keys of the configuration that the optimizer and the call of `fit` decide.
-
-        Raises ConfigError for learning rates that contradict each other.
-        """
+        """Return the keys of the configuration that the optimizer and the call of `fit` decide."""
         settings = self._size_of_batches()
         if self._steps is not None:
             settings["max_steps"] = self._steps
         if self._val_data is None:
             settings["eval_every"] = 0
         cfg = self._spec.config.model_copy(update=settings)
+        self.schedule.require_losses(cfg.eval_every)
 
-        # The script's own rates. Those of the configuration are for the record alone then.
-        lr = self._given.optimizer.param_groups[0].get("lr", 0.0)
-        if self.schedule is not None:
-            self.schedule.require_losses(cfg.eval_every)
-            if lr > 0:
-                settings["lr"] = float(lr)
-                settings["min_lr"] = float(lr)
-            return settings
-
-        # Keys that the script has set itself stay as they are.
-        keys = self._given.run.given
-        if not lr > 0:
-            raise ConfigError(
-                f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
-                "proportion to it; give it a rate above 0, and freeze weights with "
-                "requires_grad_(False)"
-            )
-        lr = float(lr)
-        if "lr" not in keys and "min_lr" in keys and cfg.min_lr > lr:
-            raise ConfigError(
-                f"min_lr = {cfg.min_lr:g} is above the optimizer's lr = {lr:g}; "
-                "lower min_lr, or give the optimizer a larger lr"
-            )
-        if "lr" not in keys:
+        # The rates are those of the script. In the configuration they are for the record alone.
+        lr = float(self._given.optimizer.param_groups[0].get("lr", 0.0))
+        if lr > 0:
             settings["lr"] = lr
-            if "min_lr" not in keys:
-                settings["min_lr"] = 0.1 * lr
+            settings["min_lr"] = lr
         return settings
 
     def _size_of_batches(self) -> dict[str, Any]:
@@ -180,12 +143,6 @@ class ScriptTask:
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         """Return the script's optimizer; for shards, a copy of it over them."""
         own = self._given.optimizer
-        # The schedule of the configuration sets the first group's rate, and keeps the ratios of the
-        # others to it.
-        if self.schedule is None:
-            first_lr = float(own.param_groups[0]["lr"])
-            for group in own.param_groups:
-                group.setdefault("lr_factor", float(group["lr"]) / first_lr)
         if shards is None:
             follow_parameters(own)
             return own
@@ -211,12 +168,11 @@ class ScriptTask:
     ) -> list[StepHook]:
         """Return what a script's model adds to a step. (all ranks)"""
         hooks: list[StepHook] = []
-        # A script's model may leave parameters without a gradient, which fsdp refuses; and no
-        # parameter may begin to train in the middle of a run.
+        # No parameter may begin to train in the middle of a run. Some may be left without a gradient,
+        # which fsdp refuses.
+        hooks.append(FrozenParameters(model))
         if data.size > 1 and not isinstance(mode, EvenFSDP):
             hooks.append(AbsentGradients(model, mode, mesh))
-        elif any(not p.requires_grad for p in model.parameters()):
-            hooks.append(FrozenParameters(model))
         if is_loose(model):
             hooks.append(LooseBuffers(model, mesh))
         return hooks
@@ -268,18 +224,12 @@ class ScriptTask:
             self._data = ScriptData(
                 self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
             )
-        if self._data.in_batches and cfg.recovery == "shrink":
-            raise ConfigError(
-                "recovery = shrink changes the number of ranks and the micro batch, but the train "
-                "data are batches of a fixed size; use recovery in_place or restart, or give a "
-                "dataset with len() and []"
-            )
         # The driver decides which numbers of ranks are possible, and it does not see the data.
-        sizes = {"micro_batch_size", "global_batch_size"}
-        if cfg.recovery == "shrink" and self._batch_size and not sizes & self._given.run.given:
+        if cfg.recovery == "shrink" and self._batch_size is not None:
             raise ConfigError(
-                "recovery = shrink divides the batch of the configuration, but here the "
-                f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
+                "recovery = shrink changes the number of ranks and the micro batch, but the train data "
+                f"come in batches of {self._batch_size} samples; give a dataset with len() and [], and "
+                "its batch size as micro_batch_size, or use recovery in_place or restart"
             )
         return self._data
 
@@ -397,5 +347,4 @@ def _reading(split: str, data: Any) -> AbstractContextManager[None]:
         f"reading the {split} data, {describe(data)},",
         "mend it, or give a dataset with len() and [], a DataLoader or an iterable, of pairs (inputs, "
         "targets) or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",
-        reads=True,
     )

@@ -20,16 +20,12 @@ from torch import Tensor
 
 from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
-from nanoray.machine.script_errors import one_line, shown
-from nanoray.train.out_of_memory import HALVE, text_of_reading
+from nanoray.machine.script_errors import shown
 
 
 @contextmanager
-def user_code(what: str, remedy: str, reads: bool = False) -> Iterator[None]:
-    """Raise ConfigError for whatever the script's code inside raises. `what`: its part, in words.
-
-    reads: it reads data, and a lack of memory there is a DataError, which no smaller micro batch mends.
-    """
+def user_code(what: str, remedy: str) -> Iterator[None]:
+    """Raise ConfigError for whatever the script's code inside raises. `what`: its part, in words."""
     try:
         yield
     except (ConfigError, DataError):
@@ -37,14 +33,6 @@ def user_code(what: str, remedy: str, reads: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         raise  # the user has pressed Ctrl-C twice
     except BaseException as error:  # also sys.exit(), or asyncio.CancelledError
-        if is_out_of_memory(error) and reads:
-            device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-            line, rest = text_of_reading(error, device)
-            raise DataError(f"out of memory: {what} failed ({line}); {rest}") from error
-        if is_out_of_memory(error):
-            raise ConfigError(
-                f"out of memory: {what} failed ({one_line(error)}); {HALVE}"
-            ) from error
         line, newline, frames = shown(error).partition("\n")
         text = f"{what} failed before step 1: {line}; {remedy}{newline}{frames}"
         raise ConfigError(text) from error

@@ -188,8 +188,6 @@ def train_in_group(engine: Engine, group: TrainingGroup) -> dict[str, Any]:
     """Run the loop in one group, and return the outcome of the run. (all ranks)"""
     if group.memory.ends:
         save_and_end(engine, group)
-    if group.memory.no_eval:
-        engine.leave_out_evaluation(group.memory.no_eval)
     outcome = engine.fit()
     reached("last")
     group.mesh.barrier()  # (all ranks) no rank leaves while another one needs it
@@ -238,8 +236,8 @@ def require_smaller(
         raise ConfigError(own.ends) from error
     if wait is not None or mesh.world_size == 1:
         return own
-    if own.ends or own.no_eval:
-        raise MemoryExhausted(f"{own.ends or own.no_eval}. Then resume") from error
+    if own.ends:
+        raise MemoryExhausted(f"{own.ends}. Then resume") from error
 
     record(group.spec, step, mesh, own)
     raise OutOfMemory(

@@ -424,7 +424,6 @@ class Engine:
                 self.workload,
                 self.cfg.eval_samples,
                 self.phase,
-                self.leave_out_evaluation,
                 self.reading,
             )
         # Nothing communicates from the loss to here, so an evaluation is done as a whole.
@@ -432,11 +431,6 @@ class Engine:
         if state.schedule is not None and loss is not None:
             state.schedule.see_loss(loss, state.optimizers)
         return scores
-
-    def leave_out_evaluation(self, why: str) -> None:
-        """Go on without an evaluation of the newest step. (all ranks)"""
-        self.state.session.evaluated = self.state.step
-        self.warn(f"the evaluation of step {self.state.step} is left out: {why}")
 
     def report(self, record: dict[str, Any]) -> None:
         """Pass the newest record to the observers; all ranks keep it, in case rank 0 is lost."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nanoray.checkpoint.state.optimizers import elements_of, put_element
+from nanoray.checkpoint.state.optimizers import elements_of, members_of, put_element
 from nanoray.checkpoint.state.rank_state import Holding, Share, Update
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.errors import StateLost
@@ -100,7 +100,8 @@ def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
     """Send each rank's share, just read from disk, to the rank that mirrors it. (all ranks)"""
     if state.mirror:
         # What has no state at this step must have none in the copy.
-        state.mirror.optimizer.state.clear()
+        for member in members_of(state.mirror.optimizer):
+            member.state.clear()
         deal(mesh, [state.own], [state.mirror])
 
 
@@ -188,7 +189,12 @@ def _pairs_of(holdings: Sequence[Holding]) -> list[Kept]:
     """Return the shards of some holdings, each with its optimizer; frozen ones have none."""
     pairs: list[Kept] = []
     for holding in holdings:
-        pairs += [(shard, holding.optimizer) for shard in holding.shards]
+        # Of several optimizers each has its own parameters.
+        optimizer_of: dict[Tensor, Optimizer] = {}
+        for member in members_of(holding.optimizer):
+            for group in member.param_groups:
+                optimizer_of |= dict.fromkeys(group["params"], member)
+        pairs += [(shard, optimizer_of[shard.param]) for shard in holding.shards]
         pairs += [(shard, None) for shard in holding.frozen]
     return pairs
 

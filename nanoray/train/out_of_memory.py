@@ -26,18 +26,11 @@ from nanoray.faults.inject import append_event
 from nanoray.faults.progress import LEFT
 from nanoray.machine.atomic import read_json_lines
 from nanoray.machine.host import available_memory_bytes
-from nanoray.machine.script_errors import shown
 from nanoray.parallel.mesh import Mesh
 
 EVENT = "out_of_memory"  # in a run's faults.jsonl
 GIB = 1 << 30
 HALVE = "halve --micro_batch_size: accumulation doubles and the global batch stays"
-# Of a batch that could not be read: a smaller one helps only where it is large itself
-READ_LESS = (
-    "memory is taken by what the dataset keeps, and by each worker of a DataLoader with what it reads "
-    "ahead: lower num_workers or prefetch_factor, read items when they are asked for, or, if the "
-    "batch itself is too large, lower micro_batch_size"
-)
 LESS = (
     "to need less memory, in the order of what it costs: --activation_checkpointing selective or block, "
     "--dp_mode zero1, zero2 or fsdp on several ranks, --cp or --tp with more of them, a smaller model"
@@ -49,9 +42,7 @@ class Shortage(NamedTuple):
 
     limit: int = 0  # the most sequences of a micro batch; 0: as many as the configuration says
     why: str = ""  # where memory ran out just now, for people; "" on a rank that had enough
-    # In place of `why`, where no smaller micro batch helps: the run ends, or leaves out an evaluation
-    ends: str = ""
-    no_eval: str = ""
+    ends: str = ""  # in place of `why`, where no smaller micro batch helps: the run ends
 
 
 ENOUGH: Shortage = Shortage()
@@ -89,11 +80,8 @@ def shortage_of(
             f", and the train data come in batches of {micro}; give smaller ones, or a dataset with "
             "len() and []"
         )
-    text = f"rank {mesh.rank} {why}{problem}"
-    if problem and phase == "eval":
-        return Shortage(micro, no_eval=text)
     if problem:
-        return Shortage(micro, ends=text)
+        return Shortage(micro, ends=f"rank {mesh.rank} {why}{problem}")
     return Shortage(micro // 2, why)
 
 
@@ -119,15 +107,6 @@ def describe(error: BaseException, device: torch.device) -> str:
     return f"{text}; {memory_left(error, device)}"
 
 
-def text_of_reading(error: BaseException, device: torch.device) -> tuple[str, str]:
-    """Return the line of an error of memory while data were read; and what there was, and a remedy.
-
-    The second part ends with the frames of the script.
-    """
-    line, newline, frames = shown(error).partition("\n")
-    return line, f"{memory_left(error, device)}: {READ_LESS}{newline}{frames}"
-
-
 def memory_left(error: BaseException, device: torch.device) -> str:
     """Return how much memory there was, of the device or of the host, as the error is about it."""
     if device.type == "cuda" and not is_out_of_host_memory(error):
@@ -149,8 +128,7 @@ def agree(mesh: Mesh, own: Shortage) -> Shortage:
     ends = [each.ends for each in everyone if each.ends]
     if ends:
         return Shortage(limit, ends=ends[0])
-    no_eval = next((each.no_eval for each in everyone if each.no_eval), "")
-    return Shortage(limit, why, no_eval=no_eval)
+    return Shortage(limit, why)
 
 
 def announcement(why: str, before: Batch, batch: Batch) -> str:

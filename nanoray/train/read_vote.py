@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 from nanoray.config import Batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.errors import DataError, DataFailed
-from nanoray.faults.cause import is_out_of_memory
 from nanoray.machine.script_errors import shown
 from nanoray.parallel.flow import MicroBatch
 from nanoray.parallel.mesh import Mesh, Vote
 from nanoray.parallel.rendezvous import Order
-from nanoray.train.out_of_memory import text_of_reading
 
 
 class ReadVote:
@@ -46,7 +44,7 @@ class ReadVote:
             error = raised
 
         # (all ranks) One rank's error ends all of them.
-        own = "" if error is None else self._text_of(error)
+        own = "" if error is None else shown(error)
         everyone = self._mesh.all_gather((own, self._data.fingerprint if error is None else 0))
         for number, (text, _) in enumerate(everyone):
             if text:
@@ -93,16 +91,10 @@ class ReadVote:
         self.has_failed = vote.result() is Order.STOP
         return self.has_failed
 
-    def _text_of(self, error: Exception) -> str:
-        """Return an error of the data; of a lack of memory with the memory there is, and a remedy."""
-        if not is_out_of_memory(error):
-            return shown(error)
-        return "; ".join(text_of_reading(error, self._mesh.device))
-
     def raise_failure(self, step: int, saved: bool) -> None:
         """Raise the error of the rank that could not read, on all ranks. (all ranks)"""
         failure = self._data.failure
-        own = "" if failure is None else self._text_of(failure.error)
+        own = "" if failure is None else shown(failure.error)
         texts = self._mesh.all_gather(own)
         rank = next(number for number, text in enumerate(texts) if text)
         kept = f"the {step} steps before it are saved" if saved else "no step was lost"

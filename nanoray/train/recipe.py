@@ -13,7 +13,6 @@ from torch import nn
 from nanoray.checkpoint.init_from import begin_with
 from nanoray.checkpoint.resume import newest_rank_states
 from nanoray.checkpoint.run_folder import RunSpec, recovers_in_place
-from nanoray.checkpoint.state.optimizer_part import notes_on_resume
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
@@ -165,10 +164,6 @@ class Recipe:
         for line in self.task.compare(saved.meta):
             note(line)
         state.load(saved)
-        # Of a configuration the notes on other settings say it.
-        if self._cfg.model == "own":
-            for line in notes_on_resume(state, saved):
-                note(line)
         copy_to_mirror(state, group.mesh)
         return par
 

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from nanoray.checkpoint import files
 from nanoray.checkpoint.resume import check_shape
 from nanoray.checkpoint.run_folder import RunSpec
-from nanoray.checkpoint.state.state_dict import StateDict, compiled_otherwise, rename
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config.layout import DIVISIONS
@@ -22,7 +22,6 @@ from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.models.build import shape_of
 from nanoray.models.workload import Workload
 from nanoray.parallel.mesh import Mesh
-from nanoray.parallel.pieces import Piece
 
 
 def save_checkpoint(
@@ -105,13 +104,7 @@ def read_checkpoint(
     `state` names the pieces to read, and is not changed. `note` shows a line on each difference from
     this run. Raises CheckpointError when the checkpoint is damaged, or of a model of another shape.
     """
-    _, meta = files.peek(Path(path))
-    saved_names = [*meta.get("tensors", {}), *meta.get("entries", {})]
-    names = compiled_otherwise(saved_names, state.model.state_dict())
-    pieces = _by_saved_name(state.pieces, names)
-    weight_pieces = _by_saved_name(state.weight_pieces, names)
-    saved = files.load(Path(path), pieces, weight_pieces)
-    rename(saved, names)
+    saved = files.load(Path(path), state.pieces, state.weight_pieces)
     check_shape(saved, shape_of(spec.config, spec.dataset.vocab_size).to_dict(), path)
     for name in state.weight_pieces or ():
         if name not in saved.model:
@@ -123,8 +116,7 @@ def read_checkpoint(
 
     # Each rank continues its own generators, which only an equal number of ranks can.
     if meta["world_size"] == mesh.world_size:
-        saved.own = saved.rng[mesh.rank]
-        set_rng_state(saved.own, mesh.device)
+        set_rng_state(saved.rng[mesh.rank], mesh.device)
     else:
         note(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, "
@@ -140,13 +132,3 @@ def read_checkpoint(
     if meta["dataset"]["tokens_sha256"] != spec.dataset.tokens_sha256:
         note(f"resume  the dataset differs from the checkpoint's ({meta['dataset']['name']})")
     return saved
-
-
-def _by_saved_name(
-    pieces: dict[str, Piece] | None, names: dict[str, str]
-) -> dict[str, Piece] | None:
-    """Return pieces under the names that a checkpoint has for them. `names`: own ones by those."""
-    if pieces is None:
-        return None
-    saved_names = {own: saved for saved, own in names.items()}
-    return {saved_names.get(name, name): piece for name, piece in pieces.items()}

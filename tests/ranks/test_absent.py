@@ -6,14 +6,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from nanoray.checkpoint.resume import newest_valid
-from nanoray.script.absent_gradients import AbsentGradients
 from nanoray.script.program import Program
 from tests.harness.elastic import run_elastic
 from tests.harness.zoo import BY_NAME
@@ -109,45 +106,3 @@ def test_a_rank_is_lost_in_a_step_that_leaves_gradients_absent(
     for name, tensor in model.state_dict().items():
         assert newest.state.model[name] == pytest.approx(tensor, abs=BY_NAME[BRANCH].tolerance)
     assert steps_of(newest.state.optimizer) == expected_steps(BRANCH)
-
-
-@pytest.mark.parametrize(
-    ("value", "exchanged"),
-    [
-        ([0.0, 2.0], False),  # zero in its first element only
-        ([float("nan"), 0.0], False),
-        ([0.0, -0.0], True),  # of one rank's gradient of zeros, or of no rank's
-    ],
-)
-def test_complete_sums_without_a_zero_need_no_exchange(value: list[float], exchanged: bool) -> None:
-    """Every rank sees the same sums, so all of three ranks exchange, or none does."""
-    exchanges = []
-    for rank in range(3):
-        model = torch.nn.Linear(2, 1)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        model.weight.grad = torch.tensor([value])
-        # The first rank has computed no gradient of the weight itself.
-        computed = {"weight", "bias"} if rank else {"bias"}
-        exchanges.append(exchanges_of(model, computed))
-    assert exchanges == [exchanged] * 3
-
-
-def exchanges_of(
-    model: torch.nn.Module,
-    computed: set[str],
-    complete: bool = True,
-    device: str = "cpu",
-) -> bool:
-    """Return whether a rank with these gradients takes part in an exchange of bytes."""
-    exchanged = []
-
-    def max_of(flags: torch.Tensor) -> torch.Tensor:
-        exchanged.append(True)
-        flags[: len(computed)] = 1  # another rank has all gradients
-        return flags
-
-    mode: Any = SimpleNamespace(has_complete_sums=complete, computed=computed, checksum=0)
-    mesh: Any = SimpleNamespace(device=torch.device(device), max_of=max_of)
-    AbsentGradients(model, mode, mesh).add_up()
-    return bool(exchanged)

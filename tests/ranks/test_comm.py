@@ -138,7 +138,7 @@ def test_every_byte_is_accounted_for(always: RunSpec) -> None:
         ]
         assert [c["bytes"] for c in found if c["what"] == "vote"] == [1]
         assert [c["bytes"] for c in found if c["what"] == "eval"] == (
-            [24] if step["step"] % 4 == 0 else []
+            [16] if step["step"] % 4 == 0 else []
         )
         assert {c["ranks"] for c in found} == {3}
 

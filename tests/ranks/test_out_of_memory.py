@@ -5,7 +5,6 @@ losses are, to the bit, those of a run that goes on with that micro batch.
 from __future__ import annotations
 
 import json
-import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -131,9 +130,7 @@ def final_of(folder: Path) -> Any:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_an_evaluation_is_done_again_too(text: Path, tmp_path: Path, mode: str) -> None:
-    """The step before it is done, and is not repeated. A rank whose forward needs no other rank
-    evaluates smaller parts by itself; the others meet, and take smaller micro batches.
-    """
+    """The step before it is done, and is not repeated: the ranks meet, and take smaller micro batches."""
     plan = "no-memory@rank=1,step=3,phase=eval"
     settings = RECIPE | {"dp_mode": mode}
     spec = make_spec(text, tmp_path / "faulty", **settings | {"faults": plan})
@@ -143,27 +140,11 @@ def test_an_evaluation_is_done_again_too(text: Path, tmp_path: Path, mode: str) 
     assert not [o for o in run_ranks(clean, 2) if "error" in o]
     assert [record["step"] for record in records(spec)] == [*range(1, RECIPE["max_steps"] + 1)]
     assert series(spec, "val/loss") == pytest.approx(series(clean, "val/loss"), abs=ROUNDING)
-    assert [event["limit"] for event in shortages(spec)] == ([] if mode == "ddp" else [3])
+    assert [event["limit"] for event in shortages(spec)] == [3]
 
 
 # A micro batch of one sequence, which is not halved
 LEAST = RECIPE | {"global_batch_size": 2, "grad_accum_steps": 0, "micro_batch_size": 1}
-
-
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_an_evaluation_that_does_not_fit_is_left_out(text: Path, tmp_path: Path, mode: str) -> None:
-    """On all ranks alike; under ddp also where no driver lets the ranks meet again."""
-    settings = LEAST | {"dp_mode": mode}
-    clean = make_spec(text, tmp_path / "clean", **settings)
-    assert not [o for o in run_ranks(clean, 2) if "error" in o]
-    plan = "no-memory@rank=1,step=3,phase=eval"
-    spec = make_spec(text, tmp_path / "faulty", **settings | {"faults": plan})
-    outcomes = run_ranks(spec, 2) if mode == "ddp" else [*run_elastic(spec, 2).ranks.values()]
-    assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
-    assert series(spec) == series(clean)
-    assert equal(final(spec), final(clean))
-    missing = series(clean, "val/loss").keys() - series(spec, "val/loss").keys()
-    assert missing == {3}
 
 
 @pytest.mark.parametrize(
@@ -359,9 +340,7 @@ def test_memory_that_runs_out_while_data_are_read_is_not_that_of_the_step(
     with pytest.raises((DataError, DataFailed)) as raised:
         own_model(tmp_path, partial(make, error), **size)
     message = str(raised.value)
-    assert re.search(r"[\d.]+ GiB of the host are free: memory is taken by what the data", message)
     assert str(error)[:20] in message
-    assert "lower num_workers or prefetch_factor" in message
     assert "halve" not in message
     assert "memory  " not in capsys.readouterr().out, "no smaller micro batch was tried"
     begins = (

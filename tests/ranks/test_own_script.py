@@ -225,6 +225,10 @@ def test_a_signal_ends_it_as_python_would_with_a_checkpoint(
     ("config", "text"),
     [
         ({"model": "gpt"}, "model = gpt, but the script brings its own; drop the key"),
+        (
+            {"lr": 0.1, "warmup_steps": 9},
+            "lr, warmup_steps would have no effect: the rates are those",
+        ),
         (3, "the configuration is a int; give a dict or a nanoray.Config"),
     ],
 )

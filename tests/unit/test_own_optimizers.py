@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
-from nanoray.checkpoint.state.optimizers import changed_groups, group_values, load_groups, values_of
+from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors
+from nanoray.checkpoint.state.optimizers import apart, changed_groups, group_values, load_groups
 from nanoray.errors import ConfigError
 from nanoray.parallel.pieces import Shard, whole_shards
 from nanoray.script.optimizer import (
@@ -74,8 +74,9 @@ def test_an_optimizer_continues_from_its_saved_state_to_the_bit(name: str) -> No
 
     # As a checkpoint keeps it.
     names = {shard.param: shard.piece.name for shard in whole_shards(first)}
-    tensors = {k: t.clone() for k, t in optimizer_tensors(unbroken, whole_shards(first)).items()}
-    values = json.loads(json.dumps(values_of(unbroken, names), allow_nan=False))
+    live, kept = apart(unbroken, names)
+    tensors = {name: tensor.clone() for name, tensor in live.items()}
+    values = json.loads(json.dumps(kept, allow_nan=False))
     groups = json.loads(json.dumps(changed_groups(unbroken, before), allow_nan=False))
     second.load_state_dict(first.state_dict())
     load_optimizer_tensors(resumed, whole_shards(second), tensors, values)

@@ -12,11 +12,8 @@ from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
 from nanoray.checkpoint.state.part import StatePart
 from nanoray.checkpoint.state.rank_state import RankState
 from nanoray.checkpoint.state.state_dict import (
-    BUFFER,
-    ENTRY,
     FROZEN,
     TRAINED,
-    WEIGHTS,
     Listing,
     StateDict,
     Tensors,
@@ -27,12 +24,10 @@ from nanoray.machine.tensor_memory import assign
 from nanoray.models.modules import (
     EXTRA,
     aliases_of,
-    buffer_names,
     buffers_of,
     device_of,
     set_extra_states,
     split,
-    write_buffers,
 )
 from nanoray.parallel.pieces import is_cut
 
@@ -54,7 +49,7 @@ class ModelPart(StatePart):
             if name != origin:
                 packed.aliases[name] = origin
         packed.meta["entries"] = values
-        packed.meta["tensors"] = self._listed_now(tensors)
+        packed.meta["weights"] = self._weights
 
     def pack_own(self, packed: StateDict, first: bool) -> None:
         packed.model = without_owner(self._state.model, packed.model) if first else {}
@@ -77,19 +72,6 @@ class ModelPart(StatePart):
                 whole[name] = value
         return whole
 
-    def _listed_now(self, tensors: Tensors) -> Listing:
-        """Return the listing of a checkpoint: the weights of the whole model, and what else it has.
-
-        Forwards may change the shapes of buffers, and register new ones.
-        """
-        listed = dict(self._weights)
-        buffers = buffer_names(self._state.model)
-        for name, tensor in tensors.items():
-            if name not in listed:
-                kind = BUFFER if name in buffers else ENTRY
-                listed[name] = _entry(kind, tensor)
-        return listed
-
     # Back from there.
 
     @torch.no_grad()
@@ -105,9 +87,8 @@ class ModelPart(StatePart):
             self.load_whole_tensors(saved)
             return
 
-        # As plain torch does, with the hooks that a module may have. Buffers first get their shapes.
+        # As plain torch does, with the hooks that a module may have.
         model = self._state.model
-        self._write_buffers(saved)
         tensors, values = entries_of(saved, device_of(model))
         try:
             model.load_state_dict(tensors | values, strict=saved.has_weights)
@@ -121,25 +102,15 @@ class ModelPart(StatePart):
 
     def load_whole_tensors(self, saved: StateDict) -> None:
         """Copy what no rank has cut of a model that is cut: buffers, extra states, some weights."""
-        self._write_buffers(saved)
         tensors, values = entries_of(saved, device_of(self._state.model))
-        buffers = self._buffers()
         for name, own in self._whole_entries(keep_vars=True).items():
             if name not in tensors:
                 continue
             if name.rpartition(".")[2] == EXTRA:
                 values[name] = tensors[name]
-            elif name not in buffers:
+            else:
                 assign(own, tensors[name])
         set_extra_states(self._state.model, values)
-
-    def _write_buffers(self, saved: StateDict) -> None:
-        """Give the model the buffers that were saved, in their shapes."""
-        names = []
-        for name, (kind, _, _) in saved.meta["tensors"].items():
-            if kind == BUFFER and name in saved.model:
-                names.append(name)
-        write_buffers(self._state.model, saved.model, names, device_of(self._state.model))
 
     def _buffers(self) -> Tensors:
         """Return the buffers that belong to the state, such as running statistics."""
@@ -148,8 +119,7 @@ class ModelPart(StatePart):
 
     def _refuse_other_model(self, saved: StateDict) -> None:
         """Raise CheckpointError when the saved weights are others, or others were trained."""
-        listed: Listing = saved.meta["tensors"]
-        before = {name: entry for name, entry in listed.items() if entry[0] in WEIGHTS}
+        before: Listing = saved.meta["weights"]
         now = self._weights
         for names, where in (
             (before.keys() - now.keys(), "only in the checkpoint"),

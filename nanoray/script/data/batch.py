@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from nanoray.errors import DataError
 
@@ -73,19 +72,14 @@ def as_pair(batch: Any) -> Pair:
 def count_samples(pair: Pair) -> int:
     """Return the number of samples of a stream's batch: the first dimension that its tensors share.
 
-    Scalars do not count, nor do lists and tuples beside tensors. Raises DataError where the tensors
-    differ.
+    Scalars do not count, nor what is in lists and tuples. Raises DataError where the tensors differ,
+    or there are none.
     """
-    values = [value for part in pair for value in _leaves(part, into_lists=False)]
-    sizes = _first_dimensions(values)
-    if not sizes:
-        # Lists alone: default_collate makes some of tensors that are parts of all samples, and any
-        # others have an item for each sample.
-        lists = [value for value in values if isinstance(value, (list, tuple))]
-        inside = [_first_dimensions(_leaves(each, into_lists=True)) for each in lists]
-        sizes = set().union(*inside)
-        if len(sizes) != 1 or not all(inside):
-            sizes = {len(each) for each in lists}
+    sizes = set()
+    for part in pair:
+        for value in _leaves(part, into_lists=False):
+            if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+                sizes.add(len(value))
     if len(sizes) == 1:
         return sizes.pop()
 
@@ -137,18 +131,8 @@ def _leaves(value: Any, into_lists: bool) -> Iterator[Any]:
         parts = value.values()
     elif isinstance(value, (list, tuple)) and (into_lists or hasattr(value, "_fields")):
         parts = value
-    # A packed sequence is a named tuple whose parts have lengths of their own.
-    if parts is None or isinstance(value, PackedSequence):
+    if parts is None:
         yield value
         return
     for part in parts:
         yield from _leaves(part, into_lists)
-
-
-def _first_dimensions(values: Iterable[Any]) -> set[int]:
-    """Return the first dimensions of the tensors and arrays among some values."""
-    sizes = set()
-    for value in values:
-        if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
-            sizes.add(len(value))
-    return sizes

@@ -163,22 +163,25 @@ class ScriptData(FallibleSamples):
             self._val = Kept(self._val.batches(limit))
         windows = evenly_spaced(len(self._val) - 1, min(limit, len(self._val)))
         if isinstance(self._val, Items) and self._val.workers:
-            own = windows[self._rank :: self._ranks].tolist()
-            plan = [own[i : i + self._micro] for i in range(0, len(own), self._micro)]
-            self._begin_evaluation(plan, self._val)
+            self._val_ahead = self._begin_evaluation(windows, self._val, self._val.workers)
         return windows
 
-    def _begin_evaluation(self, plan: list[list[int]], source: Items) -> None:
-        """Let worker processes read the batches of an evaluation, by the numbers of its samples."""
-        assert source.workers
+    def _begin_evaluation(
+        self, windows: np.ndarray, source: Items, given: DataLoader[Any]
+    ) -> Ahead:
+        """Let worker processes read this rank's batches of an evaluation."""
+        # A rank that has run out of windows reads the first one (train/evaluate.py).
+        own = windows[self._rank :: self._ranks].tolist()
+        longest = -(-len(windows) // self._ranks)
+        plan = []
+        for first in range(0, longest, self._micro):
+            plan.append(own[first : first + self._micro] or windows[:1].tolist())
         self._val_plan = plan
 
         def samples_of(number: int) -> list[Sample] | None:
-            if number >= len(self._val_plan):
-                return None
-            return source.samples_of(self._val_plan[number])
+            return source.samples_of(plan[number]) if number < len(plan) else None
 
-        self._val_ahead = Ahead(source.reader, source.workers, samples_of)
+        return Ahead(source.reader, given, samples_of)
 
     def val_batch(self, starts: np.ndarray) -> tuple[Any, Any]:
         """Return inputs and targets of these validation samples, on the device."""
@@ -195,12 +198,8 @@ class ScriptData(FallibleSamples):
         return self._on_device(pair)
 
     def _read_validation(self, source: Items | Kept, numbers: list[int]) -> tuple[Any, Any]:
-        if isinstance(source, Kept) or not source.workers:
+        if self._val_ahead is None:
             return source.items(numbers)
-        # In a worker also what is read alone: a dataset may open its files in its first process.
-        if self._val_ahead is None or numbers not in self._val_plan:
-            self._begin_evaluation([numbers], source)
-        assert self._val_ahead
         return as_pair(self._val_ahead.batch(self._val_plan.index(numbers)))
 
     @property

@@ -33,8 +33,6 @@ ROUNDS = 5
 class Muon(torch.optim.Optimizer):
     """Muon for one group of matrices, and torch's fused AdamW for the others."""
 
-    state_keys = {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}  # noqa: RUF012
-
     def __init__(
         self, groups: list[dict[str, Any]], views: Sequence[tuple[int, ...]], config: Config
     ) -> None:

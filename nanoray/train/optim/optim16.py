@@ -63,9 +63,11 @@ class Optim16(torch.optim.Optimizer):
             self._moments = ("exp_avg_x4096", "exp_avg_root_x4096")
         elif self._adam:
             self._moments = ("exp_avg", "exp_avg_sq")
-        self.state_keys = {"step", *self._moments}
-        if self._masters:
-            self.state_keys.add("master")
+        # torch's AdamW keeps the same moments in float32, so a run may go on in the other precision.
+        self.state_kind = "AdamW"
+        if self._masters or self._moments != ("exp_avg", "exp_avg_sq"):
+            kept = [*self._moments, *(["master"] if self._masters else [])]
+            self.state_kind = f"Optim16 with {', '.join(kept) or 'a count of steps'}"
         self.found_inf: Tensor | None = None  # 1: leave out the update
         self.grad_scale: Tensor | None = None  # the factor that the gradients still have
 
