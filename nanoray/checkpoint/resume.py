@@ -215,9 +215,8 @@ def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:
     """Return how a checkpoint's model differs from `model_shape`, as text; empty if it does not."""
     saved_shape = meta.get("model_shape") or {}
     differences = []
-    # A shape has no keys of features that it does not use.
-    for key in {**model_shape, **saved_shape}:
-        there, here = saved_shape.get(key, "unknown"), model_shape.get(key, "unknown")
+    for key, here in model_shape.items():
+        there = saved_shape.get(key, "unknown")
         if there != here:
             differences.append(f"{key} is {there} there and {here} here")
     return ", ".join(differences)

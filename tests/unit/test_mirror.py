@@ -18,10 +18,10 @@ from nanoray.train.mirror import Span, senders
 @pytest.mark.parametrize("size", [(), (7,), (3, 5), (2, 3, 4)])
 def test_a_piece_knows_where_it_begins_and_ends(size: tuple[int, ...]) -> None:
     whole = Piece.whole("w", size)
-    assert whole.span == (0, whole.numel)
+    assert whole.span_in(whole) == (0, whole.numel)
     for begin in range(whole.numel):
         for end in range(begin + 1, whole.numel + 1):
-            assert whole.flat_range(begin, end).span == (begin, end)
+            assert whole.flat_range(begin, end).span_in(whole) == (begin, end)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ class ProgramRank:
 
 
 def _wait_for_reader_to_close(pipe: IO[bytes], patience_s: float) -> None:
-    """Wait until nobody reads from a pipe any more: the process has closed its stdin, or has ended."""
+    """Wait until the process that reads from a pipe has closed it, or has ended."""
     poll = select.poll()
     poll.register(pipe, 0)  # that a pipe has no reader is reported without being asked for
     poll.poll(1e3 * patience_s)
