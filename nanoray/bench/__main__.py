@@ -24,7 +24,7 @@ from nanoray.cli import Parser, name_program, take_output
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
 from nanoray.machine.atomic import write_json
-from nanoray.machine.launchers import set_torch_variables
+from nanoray.machine.launchers import place_of
 from nanoray.machine.text import aligned
 
 FIGURES = (".png", ".svg", ".pdf")
@@ -52,12 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE.format(program=name_program("bench"), **known))
         return 0 if argv else 2
 
-    def run() -> int:
-        # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.
-        set_torch_variables(os.environ)
-        return _run(argv)
-
-    return exit_code_of(run)
+    return exit_code_of(lambda: _run(argv))
 
 
 def _usage_of(entry: Entry) -> str:
@@ -113,14 +108,6 @@ def run_one(name: str, entry: Entry, argv: list[str]) -> int:
         report = _new_report(name, entry, argv, args)
         signum = _measure(benchmark, args, report)
 
-    # Under torchrun rank 0 writes the report. The others log their own failures, which rank 0 may
-    # not have seen.
-    if not _writes_report():
-        for failure in report.failures:
-            for line in failure.splitlines():
-                print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
-        return int(report.failed)
-
     _draw(benchmark, report, args.figure)
     pasted = benchmark.format_markdown(report)
     print("\n".join([*pasted, "", *_lines_of(benchmark, report)]), flush=True)
@@ -166,7 +153,7 @@ def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> i
 
 
 def _flags_of_several(title: str, argv: list[str]) -> argparse.Namespace:
-    _refuse_torchrun(title)
+    _refuse_launchers(title)
     parser = _parser(name_program(f"bench {title}"), "benchmarks in turn, each with its defaults")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="ranks of each [each one's default]"
@@ -249,9 +236,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace, report: Report) -> 
             "measured: everything that was started is ended, and the rows have those rounds"
         )
     except Exception as error:
-        refused = isinstance(error, NanorayError) and not report.rows  # before anything ran
-        # A rank that writes no report must raise: its log is the only place for the error
-        if refused or not _writes_report():
+        if isinstance(error, NanorayError) and not report.rows:  # refused before anything ran
             raise
         report.failures.append(_describe_error(error))
     report.conditions["seconds"] = round(time.monotonic() - start, 1)
@@ -263,11 +248,6 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, NanorayError):
         return str(error)
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
-
-
-def _writes_report() -> bool:
-    """Return whether this process prints and writes: under torchrun every rank runs this program."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _draw(benchmark: Benchmark, report: Report, figure: Path | None) -> None:
@@ -302,8 +282,7 @@ def _parser(program: str, text: str) -> Parser:
 def load(entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     """Import a benchmark and read its flags."""
     benchmark = entry.load()
-    if not benchmark.joins_torchrun:
-        _refuse_torchrun(entry.words)
+    _refuse_launchers(entry.words)
     parser = _parser(entry.command or name_program(f"bench {entry.words}"), entry.summary)
     benchmark.add_flags(parser)
     for number in benchmark.numbers:
@@ -316,10 +295,12 @@ def load(entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     return benchmark, args
 
 
-def _refuse_torchrun(name: str) -> None:
-    if "RANK" in os.environ:
+def _refuse_launchers(name: str) -> None:
+    """Raise ConfigError in a process of torchrun, srun or mpirun: each would start ranks."""
+    if place_of(os.environ):
         raise ConfigError(
-            f"bench {name} starts its own ranks, but RANK is set; run it without torchrun"
+            f"bench {name} starts its own ranks, but a launcher has started this process as one; "
+            "run it without torchrun, srun and mpirun; for several machines: --ray_address"
         )
 
 
@@ -330,9 +311,6 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
         flags = [flag for action in parser._actions for flag in action.option_strings]
         refuse_unknown(unknown[0].split("=")[0], flags, "flag")
     take_output(args, {"json": (".json",), "figure": FIGURES})
-    if not _writes_report():
-        return args
-
     # Check the files now, and not after minutes of measuring
     for flag in FILES:
         path = getattr(args, flag)
@@ -350,9 +328,4 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
 
 
 if __name__ == "__main__":
-    code = main()
-    # A rank of torchrun: its report is written, and tearing down gloo's threads can hang
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        os._exit(code)
-    raise SystemExit(code)
+    raise SystemExit(main())

@@ -177,7 +177,6 @@ def _columns_of(report: Report) -> list[TableColumn]:
 class AlgorithmsBenchmark(Benchmark):
     """Time the hand-written all-reduces beside the backend's own."""
 
-    joins_torchrun = True
     tables = (Table(lambda report: list(_by_size(report)), _columns_of),)
     figure = Figure(
         (

@@ -82,7 +82,6 @@ def _note(report: Report) -> str:
 class OverlapBenchmark(Benchmark):
     """Time a DDP step for several bucket sizes, and the communication that it does not hide."""
 
-    joins_torchrun = True
     # Wrong: arms whose gradients have not the norm of the first bucket size's
     numbers = (
         Number("rounds", "rounds of all sizes", usual=20, few=3),

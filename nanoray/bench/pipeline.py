@@ -72,7 +72,6 @@ def _draw_ratios(axes: Any, report: Report) -> None:
 class PipelineBenchmark(Benchmark):
     """Measure how long the stages of a pipeline wait under each schedule."""
 
-    joins_torchrun = True
     # Wrong: ranks whose weights are not those under 1f1b, or whose loss is far from it
     numbers = (
         Number("rounds", "rounds of all arms", usual=10, few=2),

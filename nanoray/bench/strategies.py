@@ -136,7 +136,6 @@ def _panel(metric: str, title: str, legend: Mapping[str, Any] | None = None) -> 
 class StrategiesBenchmark(Benchmark):
     """Compare step time and memory of DDP, ZeRO and FSDP."""
 
-    joins_torchrun = True
     # Wrong: arms whose final loss is not that of the first with the same model, to 0.1 %
     numbers = (
         Number("rounds", "rounds of all arms", usual=10, few=2),

@@ -15,7 +15,6 @@ import pytest
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench.registry import Entry
-from tests.harness.commands import torchrun_environment
 
 # bench all, with benchmarks that take no time
 
@@ -27,8 +26,6 @@ from nanoray.bench.harness.report import Measurement
 from nanoray.errors import ConfigError
 
 class Fake(Benchmark):
-    joins_torchrun = True
-
     def add_flags(self, parser):
         parser.add_argument("--workers", type=int, default=2)
 
@@ -160,31 +157,17 @@ def test_a_benchmark_that_breaks_keeps_what_it_measured(
     assert json.loads((tmp_path / "b.json").read_text())["rows"][0]["values"] == [2, 3]
 
 
-def test_one_rank_of_torchrun_speaks(
-    fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_several_are_refused_under_a_launcher_too(
+    fakes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choose(monkeypatch, "fine")
-    for name, value in torchrun_environment(1, 2).items():
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
+    slurm |= {"SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "here"}
+    for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    assert bench.main(["fine", "--json", str(tmp_path / "r.json")]) == 0
-    assert capsys.readouterr() == ("", "")
-    assert not (tmp_path / "r.json").exists()
-    choose(monkeypatch, "told")
-    (fakes / "fake_told.py").write_text(
-        FAKE.replace("ENDING", "report.failures.append('it broke\\nhere')")
-    )
-    assert bench.main(["told"]) == 1
-    assert capsys.readouterr() == ("", "rank 1: it broke\nrank 1: here\n")
-    choose(monkeypatch, "fine")
     assert bench.main(["all"]) == 2
-    assert (
-        "bench all starts its own ranks, but RANK is set; run it without torchrun"
-        in capsys.readouterr().err
-    )
-    monkeypatch.setenv("RANK", "0")
-    assert bench.main(["fine", "--json", str(tmp_path / "r.json")]) == 0
-    assert capsys.readouterr().out.endswith("OK  1 rows, 0 target(s)\n")
-    assert (tmp_path / "r.json").exists()
+    refused = "bench all starts its own ranks, but a launcher has started this process"
+    assert refused in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_all_of_them_and_keeps_what_was_measured(fakes: Path, tmp_path: Path) -> None:
