@@ -2,7 +2,7 @@
 
 registry.py lists families and arms, harness/benchmark.py says what each arm implements. Exit code
 0: every arm ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. A family
-without an arm, and `all`, run one arm after the other and skip those that refuse --workers.
+without an arm, and `all`, run one arm after the other, each with its defaults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nanoray.bench.harness.report import Report, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser, name_program, take_output
 from nanoray.config import refuse_unknown
-from nanoray.errors import ConfigError, NanorayError, PlacementError
+from nanoray.errors import ConfigError, NanorayError
 from nanoray.machine.atomic import write_json
 from nanoray.machine.launchers import place_of
 from nanoray.machine.text import aligned
@@ -31,13 +31,14 @@ FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose
 FILES = {"json": "report.json", "figure": "report.png"}
 USAGE = """\
-usage: {program} FAMILY [ARM] [--workers N] [--quick] [--json FILE] [--figure FILE] [flags]
+usage: {program} FAMILY [ARM] [--quick] [--json FILE] [--figure FILE] [flags]
 
 {benches}
   {all:<28}all but those with a * in turn, with their defaults; so does a family without an arm
 
-  --workers N   ranks                       --json FILE    conditions, rows and verdicts
-  --quick       few and short rounds        --figure FILE  a picture ({figures}); of several: a folder
+  --quick        few and short rounds
+  --json FILE    conditions, rows and verdicts
+  --figure FILE  a picture ({figures}); of several: a folder
 
 {program} FAMILY ARM --help shows the flags of one"""
 
@@ -129,9 +130,7 @@ def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> i
         for name, entry in entries.items():
             if not entry.in_all:
                 continue
-            flags = [f"--workers={args.workers}"] if args.workers else []
-            if args.quick:
-                flags += ["--quick", *entry.quick_flags]
+            flags = ["--quick", *entry.quick_flags] if args.quick else []
             print(f"== {entry.words}", file=sys.stderr, flush=True)
             report, lines, signum = _attempt(name, entry, flags, args)
             print("\n".join([f"== {entry.words}", "", *lines, ""]), flush=True)
@@ -141,28 +140,20 @@ def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> i
 
     rows = [("bench", "verdict", "seconds", ""), *(report.summary for report in reports)]
     print("\n".join(aligned(rows, right={2})))
-    ok, verdict = _verdict_of(reports, args.workers)
+    failed = [report.bench for report in reports if report.failed]
+    verdict = f"FAILED  {', '.join(failed)}" if failed else f"OK  {len(reports)} benches"
     # Before files are written: a full disk must not take the result away
     print(verdict, flush=True)
     if args.json:
         dicts = [report.to_dict() for report in reports]
-        write_json(args.json, {"bench": title, "reports": dicts, "ok": ok})
-    if signum:
-        return 128 + signum
-    return 0 if ok else 1
+        write_json(args.json, {"bench": title, "reports": dicts, "ok": not failed})
+    return 128 + signum if signum else int(bool(failed))
 
 
 def _flags_of_several(title: str, argv: list[str]) -> argparse.Namespace:
     _refuse_launchers(title)
     parser = _parser(name_program(f"bench {title}"), "benchmarks in turn, each with its defaults")
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="ranks of each [each one's default]"
-    )
     args = _flags(parser, argv, folders=("figure",))
-    if args.workers is not None and args.workers < 1:
-        raise ConfigError(
-            f"workers = {args.workers}; give 1 or more, or leave it out for each one's default"
-        )
     if args.figure and not args.figure.is_dir():
         raise ConfigError(
             f"figure = {args.figure}: bench {title} draws several; name a folder that is there"
@@ -170,28 +161,12 @@ def _flags_of_several(title: str, argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _verdict_of(reports: list[Report], workers: int | None) -> tuple[bool, str]:
-    """Return whether several benchmarks succeeded, and the last line."""
-    failed = [report.bench for report in reports if report.failed]
-    skipped = [report.bench for report in reports if report.skipped]
-    # A number of ranks that no benchmark accepts is a mistake; one that some refuse is not
-    if len(skipped) == len(reports):
-        return False, f"FAILED  every bench refuses workers = {workers}"
-    if failed:
-        return False, f"FAILED  {', '.join(failed)}"
-    verdict = f"OK  {len(reports) - len(skipped)} benches"
-    if skipped:
-        verdict += f", skipped: {', '.join(skipped)}"
-    return True, verdict
-
-
 def _attempt(
     name: str, entry: Entry, flags: list[str], args: argparse.Namespace
 ) -> tuple[Report, list[str], int]:
     """Run one of several benchmarks; turn what it raises into a failure of its report.
 
-    A benchmark that refuses the number of ranks is skipped: others can use it. Returns its report
-    with its lines, and the signal that interrupted it or 0.
+    Returns its report with its lines, and the signal that interrupted it or 0.
     """
     try:
         benchmark, own_args = load(entry, flags)
@@ -201,10 +176,7 @@ def _attempt(
         return report, _lines_of(benchmark, report), signum
     except Exception as error:
         report = Report(name, conditions(entry.program, flags))
-        if args.workers and isinstance(error, ConfigError | PlacementError):
-            report.skipped = str(error)
-        else:
-            report.failures.append(_describe_error(error))
+        report.failures.append(_describe_error(error))
         return report, report.lines(), 0
 
 

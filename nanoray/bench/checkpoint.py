@@ -143,7 +143,6 @@ class CheckpointBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        parser.add_argument("--workers", type=int, metavar="N", help="1: one rank writes")
         parser.add_argument(
             "--device",
             choices=("auto", "cuda", "mig", "cpu"),
@@ -164,10 +163,6 @@ class CheckpointBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm in turns and fill the report. Everything that is written is removed again."""
         # Refuse before a process starts or a byte is written.
-        if args.workers not in (None, 1):
-            raise ConfigError(
-                f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1"
-            )
         default = "shakespeare-char" if args.quick else "gpt2-124m"
         preset = args.preset or default
         # A full disk in the middle of a round would fail every arm that follows.

@@ -217,11 +217,6 @@ class ScalingBenchmark(Benchmark):
             default="gpt2-124m",
             help="preset whose size topologies with a peak run [gpt2-124m]",
         )
-        parser.add_argument(
-            "--compute_ms",
-            type=float,
-            help="forward and backward of its micro batch [from peak and MFU]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep, fit, predict and measure; then predict the topologies."""
@@ -229,8 +224,6 @@ class ScalingBenchmark(Benchmark):
         if not args.workers:
             where = replace(where, workers=2)
         checks = _checks(args.check, where.workers)
-        if args.compute_ms is not None and args.compute_ms <= 0:
-            raise ConfigError(f"compute_ms = {args.compute_ms}; it must be above 0")
         wanted = topology_names() if args.topology == "all" else [args.topology]
         topologies = {Path(name).stem: load_topology(name) for name in wanted}
         model = load_config(preset=args.model)
@@ -474,7 +467,7 @@ def _predict(
         topology = given.filled(link.link)
         # A topology with a peak runs the model of --model, one without it this machine's step
         if given.peak_tflops:
-            work = model_work(model, given, args.compute_ms)
+            work = model_work(model, given)
             preset = args.model
         else:
             work = here.work(here.batch)

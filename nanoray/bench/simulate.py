@@ -119,21 +119,17 @@ class Work:
         )
 
 
-def model_work(config: Config, topology: Topology, compute_ms: float | None = None) -> Work:
+def model_work(config: Config, topology: Topology) -> Work:
     """Return what a rank computes for a preset's model, of which forward is a third.
 
-    `compute_ms` is forward and backward of one micro batch; without it the topology's peak and MFU
-    say. The optimizer is not apart: the MFU that people measure holds it.
+    The topology's peak and MFU say how long it takes. The optimizer is not apart: the MFU that
+    people measure holds it.
     """
+    assert topology.peak_tflops, "a topology without one runs the step that was measured here"
     shape = shape_of(config)
     micro = config.micro_batch_size or config.global_batch_size // (config.grad_accum_steps or 1)
-    if compute_ms:
-        seconds = 1e-3 * compute_ms / micro
-    else:
-        assert topology.peak_tflops, "a topology without one runs the step that was measured here"
-        seconds = (
-            flops_per_token(shape) * shape.block_size / (1e12 * topology.peak_tflops * topology.mfu)
-        )
+    flops = flops_per_token(shape) * shape.block_size  # of a sequence
+    seconds = flops / (1e12 * topology.peak_tflops * topology.mfu)
     cap_mb = config.bucket_mb or default_bucket_mb(torch.device("cuda"))
     return work_of(shape, cap_mb, micro, seconds / 3, seconds * 2 / 3)
 

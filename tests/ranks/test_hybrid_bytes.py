@@ -31,7 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def config_of(own: dict[str, Any]) -> Config:
-    return configuration({"model": "gpt", "preset": "tiny", "overrides": SIZES}, own, RANKS)
+    return configuration("tiny", SIZES, own, RANKS)
 
 
 def formula(config: Config) -> dict[str, float]:
