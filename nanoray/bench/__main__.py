@@ -38,7 +38,7 @@ usage: {program} FAMILY [ARM] [--quick] [--json FILE] [--figure FILE] [flags]
 
   --quick        few and short rounds
   --json FILE    conditions, rows and verdicts
-  --figure FILE  a picture ({figures}); of several: a folder
+  --figure FILE  a picture of one ({figures})
 
 {program} FAMILY ARM --help shows the flags of one"""
 
@@ -123,7 +123,9 @@ def _lines_of(benchmark: Benchmark, report: Report) -> list[str]:
 
 def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> int:
     """Run those benchmarks that are in `all`, and print a table of their verdicts."""
-    args = _flags_of_several(title, argv)
+    _refuse_launchers(title)
+    parser = _parser(name_program(f"bench {title}"), "benchmarks in turn, each with its defaults")
+    args = _flags(parser, argv)
     reports: list[Report] = []
     signum = 0
     with interruptible():
@@ -132,7 +134,7 @@ def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> i
                 continue
             flags = ["--quick", *entry.quick_flags] if args.quick else []
             print(f"== {entry.words}", file=sys.stderr, flush=True)
-            report, lines, signum = _attempt(name, entry, flags, args)
+            report, lines, signum = _attempt(name, entry, flags)
             print("\n".join([f"== {entry.words}", "", *lines, ""]), flush=True)
             reports.append(report)
             if signum:
@@ -150,20 +152,7 @@ def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> i
     return 128 + signum if signum else int(bool(failed))
 
 
-def _flags_of_several(title: str, argv: list[str]) -> argparse.Namespace:
-    _refuse_launchers(title)
-    parser = _parser(name_program(f"bench {title}"), "benchmarks in turn, each with its defaults")
-    args = _flags(parser, argv, folders=("figure",))
-    if args.figure and not args.figure.is_dir():
-        raise ConfigError(
-            f"figure = {args.figure}: bench {title} draws several; name a folder that is there"
-        )
-    return args
-
-
-def _attempt(
-    name: str, entry: Entry, flags: list[str], args: argparse.Namespace
-) -> tuple[Report, list[str], int]:
+def _attempt(name: str, entry: Entry, flags: list[str]) -> tuple[Report, list[str], int]:
     """Run one of several benchmarks; turn what it raises into a failure of its report.
 
     Returns its report with its lines, and the signal that interrupted it or 0.
@@ -172,7 +161,6 @@ def _attempt(
         benchmark, own_args = load(entry, flags)
         report = _new_report(name, entry, flags, own_args)
         signum = _measure(benchmark, own_args, report)
-        _draw(benchmark, report, args.figure / f"{name}.png" if args.figure else None)
         return report, _lines_of(benchmark, report), signum
     except Exception as error:
         report = Report(name, conditions(entry.program, flags))
@@ -237,17 +225,9 @@ def _parser(program: str, text: str) -> Parser:
         "--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts"
     )
     parser.add_argument(
-        "--figure",
-        type=Path,
-        metavar="FILE",
-        help=f"draw them ({', '.join(FIGURES)}); all: a folder",
-    )
-    parser.add_argument(
         "--quick", action="store_true", help="few and short rounds; targets are shown, not judged"
     )
-    parser.add_argument(
-        "-o", type=Path, metavar="FILE", help="one of these two, by the file's ending"
-    )
+    parser.add_argument("-o", type=Path, metavar="FILE", help="a file to write, what by its ending")
     return parser
 
 
@@ -256,6 +236,8 @@ def load(entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     benchmark = entry.load()
     _refuse_launchers(entry.words)
     parser = _parser(entry.command or name_program(f"bench {entry.words}"), entry.summary)
+    text = f"draw them ({', '.join(FIGURES)})"
+    parser.add_argument("--figure", type=Path, metavar="FILE", help=text)
     benchmark.add_flags(parser)
     for number in benchmark.numbers:
         number.add_to(parser)
@@ -276,19 +258,20 @@ def _refuse_launchers(name: str) -> None:
         )
 
 
-def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> argparse.Namespace:
+def _flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError for unknown ones, and for files that cannot be written."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         refuse_unknown(unknown[0].split("=")[0], flags, "flag")
-    take_output(args, {"json": (".json",), "figure": FIGURES})
+    endings = {"json": (".json",), "figure": FIGURES}
+    take_output(args, {flag: endings[flag] for flag in FILES if hasattr(args, flag)})
     # Check the files now, and not after minutes of measuring
     for flag in FILES:
-        path = getattr(args, flag)
+        path = getattr(args, flag, None)
         if path is None:
             continue
-        if path.is_dir() and flag not in folders:
+        if path.is_dir():
             raise ConfigError(
                 f"{flag} = {path} is a folder; name a file in it: {path / FILES[flag]}"
             )

@@ -19,7 +19,7 @@ from functools import partial
 from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import RankPool, Where, describe
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
 from nanoray.bench.harness.trainings import numbers_of, rotated
@@ -38,7 +38,6 @@ from nanoray.cli.forecast.fit import Fit, fit
 from nanoray.cli.forecast.links import LANES, Cost
 from nanoray.config import Config, load_config
 from nanoray.config.layout import Layout
-from nanoray.errors import ConfigError
 from nanoray.machine.host import available_cpus
 
 BASE = 2
@@ -82,7 +81,6 @@ class LayoutsBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        add_where_flags(parser)
         parser.add_argument(
             "--preset", default="shakespeare-cpu", help="a gpt's sizes [%(default)s]"
         )
@@ -95,13 +93,10 @@ class LayoutsBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
-        where = replace(where_from(args), workers=BASE, threads=1)
+        # Ranks on CPU share the cores, one thread each
+        where = Where(BASE, device="cpu", threads=1)
         ranks = sorted(set(numbers_of(args.ranks, "ranks", "2,4,8", int, BASE - 1)))
         steps = args.steps
-        if args.workers not in (None, BASE):
-            raise ConfigError(
-                f"workers = {args.workers}: links are fitted at {BASE} ranks and more are started; drop it"
-            )
         # float32 on CPUs: what is checked is the model of time, not the kernels.
         config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
         arms = {n: arms_of(config, n) for n in ranks}
@@ -127,10 +122,6 @@ class LayoutsBenchmark(Benchmark):
                 for n in sorted({BASE, *ranks})
             }
             describe(report, pools[max(ranks)])
-            if pools[BASE].facts[0]["device"] != "cpu":
-                raise ConfigError(
-                    "layouts are checked on CPUs, where ranks share cores; add --device cpu"
-                )
             # Links and compute are fitted anew in each round, because the machine's speed drifts.
             for turn in range(args.rounds):
                 fitted = [*pools[BASE].run(COLLECTIVES, calls), *pools[BASE].run(COMPUTE, compute)]

@@ -29,7 +29,6 @@ from nanoray.bench.harness.report import Record, Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.harness.trainings import numbers_of
 from nanoray.config import Config, load_config
-from nanoray.errors import ConfigError
 from nanoray.parallel.schedules import SCHEDULES
 
 BASE = "1f1b"
@@ -126,10 +125,8 @@ class PipelineBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
-        where = where_from(args)
+        where = where_from(args, least=2)
         counts = numbers_of(args.micro, "micro", "2,4,8", int)
-        if where.workers < 2:
-            raise ConfigError(f"workers = {where.workers}; a pipeline needs 2 ranks or more")
         arms = arms_of(where.workers, counts, configuration(args, {}).n_layer)
         # What cannot be trained is known before a rank is started
         configs = {name: configuration(args, own) for name, own in arms.items()}

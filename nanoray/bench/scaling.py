@@ -1,6 +1,6 @@
 """`python -m nanoray.bench scaling`: fit what communication costs, predict steps, check them.
 
-    sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
+    fit        the backend's all-reduces at --workers ranks (2)          -> alpha and beta
     parts      forward, backward and optimizer there, without exchange   -> compute (step_parts.py)
     predict    the simulated step of DDP at 2, 3 and 4 ranks, next to the measured one, round by round
     topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from nanoray.bench.algorithms import BACKEND
+from nanoray.bench.algorithms import ENTRY as SWEEP
 from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
@@ -65,7 +67,6 @@ from nanoray.errors import ConfigError, PlacementError
 from nanoray.machine.host import available_cpus
 
 PRESET = "shakespeare-cpu"  # whose step is measured
-SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 RANKS = [2**i for i in range(15)]
 SHOWN = (1, 8, 64, 512, 4096, 16384)
 CPU_BYTES = (1 << 12, 1 << 18, 1 << 22)  # of the all-reduces whose CPU time is measured
@@ -219,7 +220,7 @@ class ScalingBenchmark(Benchmark):
         )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
-        """Sweep, fit, predict and measure; then predict the topologies."""
+        """Fit, predict and measure; then predict the topologies."""
         where = where_from(args)
         if not args.workers:
             where = replace(where, workers=2)
@@ -231,7 +232,7 @@ class ScalingBenchmark(Benchmark):
         # Fit what an all-reduce costs, at the base ranks
         with RankPool(where) as pool:
             describe(report, pool)
-            fits = _sweep(pool, report, args.quick)
+            link = _fit_backend(pool, report, args.quick)
 
         # Measure steps, at the base ranks and, if they fit on this machine, at more
         there = replace(where, threads=max(1, int(available_cpus()) // max(where.workers, *checks)))
@@ -243,7 +244,7 @@ class ScalingBenchmark(Benchmark):
                 report.add(f"{n} ranks", MEASURED, "ms", (), skipped=str(error))
         turns = 1 if args.quick else TURNS
         here = MachineSteps(where.workers, load_config(preset=PRESET, overrides=PLAIN))
-        with part(report, lambda: _compare(report, here, fits["backend"])), ExitStack() as stack:
+        with part(report, lambda: _compare(report, here, link)), ExitStack() as stack:
             # On this machine all of them live as long as it takes; a cluster may have room for one.
             living = {}
             if where.launcher == "processes":
@@ -254,7 +255,7 @@ class ScalingBenchmark(Benchmark):
 
             here.measure(list(pools), pool_of, args.rounds, turns, args.steps)
         if not report.failures:
-            _predict(args, report, topologies, fits["backend"], model, here)
+            _predict(args, report, topologies, link, model, here)
 
     def format_text(self, report: Report) -> list[str]:
         """Return the measured rows, then a line per topology, mode and algorithm."""
@@ -275,37 +276,26 @@ def _checks(text: str | None, base: int) -> list[int]:
     return checks
 
 
-def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
-    """Measure every all-reduce at the pool's ranks; add the rows of what could be fitted."""
-    order: Record = {"algorithms": SWEEP, "dtype": "float32", "iters": 5 if quick else 25}
+def _fit_backend(pool: RankPool, report: Report, quick: bool) -> Fit:
+    """Measure the backend's all-reduce at the pool's ranks, and add the rows of the fitted link."""
+    order: Record = {"algorithms": [BACKEND], "dtype": "float32", "iters": 5 if quick else 25}
     order["sizes"] = [1 << 10, 1 << 16, 1 << 22] if quick else [4**i << 10 for i in range(8)]
-    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    skipped = set[str]()
-    wrong: dict[str, int] = defaultdict(int)
-    for event in pool.run("nanoray.bench.algorithms:sweep_rank", order):
-        name = event["algorithm"]
-        if "skipped" in event:
-            if name not in skipped:
-                report.add(f"fit {name}", "alpha", "us", (), skipped=event["skipped"])
-            skipped.add(name)
-            continue
-        points[name].append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
-        wrong[name] += event["wrong"]
+    points = []
+    wrong = 0
+    for event in pool.run(SWEEP, order):
+        points.append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
+        wrong += event["wrong"]
     ranks = len(pool.facts)
-    fits = {name: fit(own, name, ranks) for name, own in points.items()}
-    for name, fitted in fits.items():
-        arm = f"fit {name}"
-        alpha_us = 1e6 * fitted.alpha_s
-        beta_us_per_mb = 1e12 * fitted.beta_s_per_byte
-        errors = [100 * abs(residual) for residual in fitted.residuals]
-        note = f"{ranks} ranks, {fitted.smallest_bytes} .. {fitted.largest_bytes} bytes"
-        extra = asdict(fitted)
-        report.add(arm, "alpha", "us", alpha_us, note, wrong=wrong[name], extra=extra)
-        report.add(arm, "beta", "us/MB", beta_us_per_mb)
-        sizes = {"points": points[name]}
-        residual = report.add(arm, "residual", "%", errors, "one per size", extra=sizes)
-        say(f"fit    {name:<19} alpha {alpha_us:.1f} us  residual {number(residual.median)} %")
-    return fits
+    link = fit(points, BACKEND, ranks)
+    arm = f"fit {BACKEND}"
+    alpha_us = 1e6 * link.alpha_s
+    errors = [100 * abs(residual) for residual in link.residuals]
+    note = f"{ranks} ranks, {link.smallest_bytes} .. {link.largest_bytes} bytes"
+    report.add(arm, "alpha", "us", alpha_us, note, wrong=wrong, extra=asdict(link))
+    report.add(arm, "beta", "us/MB", 1e12 * link.beta_s_per_byte)
+    residual = report.add(arm, "residual", "%", errors, "one per size", extra={"points": points})
+    say(f"{arm}  alpha {alpha_us:.1f} us  residual {number(residual.median)} %")
+    return link
 
 
 @dataclass

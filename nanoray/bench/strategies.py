@@ -46,7 +46,6 @@ from nanoray.bench.harness.trainings import add_arms_flag, add_settings_flag, ch
 from nanoray.config import Config, load_config, resolve_batch
 from nanoray.config.layout import Layout
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
-from nanoray.errors import ConfigError
 
 MODES: dict[str, Record] = {
     mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")
@@ -177,9 +176,7 @@ class StrategiesBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Time all arms on the same ranks, measure memory on fresh ones, and fill the report."""
-        where = where_from(args)
-        if where.workers < 2:
-            raise ConfigError(f"workers = {where.workers}; 2 is the least")
+        where = where_from(args, least=2)
         arms = _arms_of(args, where.workers, report)
 
         def configs(preset: str) -> dict[str, Config]:

@@ -62,8 +62,6 @@ def test_a_real_quick_run(
         "layouts",
         "predicted",
         "--quick",
-        "--device",
-        "cpu",
         "--preset",
         "tiny",
         "--ranks",

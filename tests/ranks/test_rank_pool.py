@@ -68,6 +68,18 @@ def lose_a_peer(mesh: Any, order: dict[str, Any], emit: Any) -> None:
     raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
 
 
+def counting(mesh: Any, order: dict[str, Any]) -> Any:
+    """Return a function that counts on from a number."""
+    count = order["from"]
+
+    def add(mesh: Any, order: dict[str, Any], emit: Any) -> None:
+        nonlocal count
+        count += order["by"]
+        emit({"count": count})
+
+    return add
+
+
 # Processes
 
 
@@ -116,6 +128,12 @@ def test_one_rank_needs_no_group(pools: Any) -> None:
     assert pools(1).backend == "none"
 
 
+def test_ranks_keep_a_function_between_two_calls(pools: Any) -> None:
+    pools(1).keep(f"{HERE}:counting", {"from": 3})
+    counts = [event["count"] for by in (1, 10) for event in pools(1).run_kept({"by": by})]
+    assert counts == [4, 14]
+
+
 def test_a_broken_collective_without_a_better_cause_is_told_as_it_is(pools: Any) -> None:
     with pytest.raises(RankFailed, match="RuntimeError: Connection closed by peer"):
         list(pools(1).run(f"{HERE}:lose_a_peer", {}))
@@ -135,10 +153,10 @@ def test_silence_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
 # What is refused before anything starts
 
 
-def parse(*argv: str) -> Where:
+def parse(*argv: str, least: int = 1) -> Where:
     parser = argparse.ArgumentParser()
     add_where_flags(parser, cpu_workers=3)
-    return where_from(parser.parse_args(list(argv)))
+    return where_from(parser.parse_args(list(argv)), least)
 
 
 def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +178,7 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
             ("--ray_address", "local", "--share_devices"),
             r"share_devices, but ray starts the ranks; only those of this command",
         ),
+        (("--workers", "1"), r"workers = 1; 2 or more are needed, which communicate"),
         (
             ("--ray_address", "10.0.0.1:6379"),
             r"how many ranks\? .* give --workers N",
@@ -168,7 +187,7 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_wrong_flags(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(*argv)
+        parse(*argv, least=2)
 
 
 def test_what_cannot_be_is_refused_before_anything_starts() -> None:

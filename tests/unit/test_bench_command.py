@@ -83,14 +83,7 @@ def test_all_goes_on_after_what_breaks(
     fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choose(monkeypatch, "broken", "refused", "missing", "fine")
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    files = [
-        "--json",
-        str(tmp_path / "all.json"),
-        "--figure",
-        str(pictures),
-    ]
+    files = ["--json", str(tmp_path / "all.json")]
     assert bench.main(["all", "--quick", *files]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "FAILED  broken, refused, missing"
@@ -113,7 +106,6 @@ def test_all_goes_on_after_what_breaks(
     assert [r["values"] for r in written["reports"][1]["rows"]] == [[2, 3]], (
         "what was measured before it gave up"
     )
-    assert sorted(p.name for p in pictures.iterdir()) == ["broken.png", "fine.png", "refused.png"]
 
 
 def test_a_family_without_an_arm_runs_all_of_its_arms(

@@ -5,7 +5,8 @@
             ...
 
 The function is called as function(mesh, order, emit) on every rank; what rank 0 emits arrives here,
-one by one.
+one by one. With `keep` the ranks keep a function and what belongs to it, such as a model, and
+`run_kept` calls it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
     parser.set_defaults(cpu_workers=cpu_workers)
 
 
-def where_from(args: argparse.Namespace) -> Where:
-    """Return the ranks that the flags ask for.
+def where_from(args: argparse.Namespace, least: int = 1) -> Where:
+    """Return the ranks that the flags ask for. Raises ConfigError for fewer than `least`.
 
     This machine's devices fill in what the flags leave open.
     """
@@ -94,6 +95,8 @@ def where_from(args: argparse.Namespace) -> Where:
             )
         slots = local_slots(args.device, None, discover_gpus(), available_cpus())
         workers = slots.workers if slots.devices else args.cpu_workers
+    if workers < least:
+        raise ConfigError(f"workers = {workers}; {least} or more are needed, which communicate")
     return Where(
         workers,
         "ray" if args.ray_address else "processes",
@@ -132,21 +135,37 @@ class RankPool:
             self._link.start()
             # Each rank reports where it is: the devices decide the backend
             no_arguments = dict.fromkeys(self._link.ranks, ())
-            hellos = self._all("hello", no_arguments, START_S)
+            hellos = self._all("hello", no_arguments, START_S, "start")
             version = hellos[0]["nccl"]
             self.nccl = ".".join(map(str, version)) if version else None
 
             # All ranks join the process group
             records = self._rendezvous(hellos)
             arguments = {rank: (asdict(records[rank]),) for rank in self._link.ranks}
-            self.facts = self._all("meet", arguments, START_S)
+            self.facts = self._all("meet", arguments, START_S, "join")
         except BaseException:
             self._link.end()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the ranks."""
         self._link.end()
+
+    def keep(self, function: str, order: Record) -> None:
+        """Let every rank keep the function that "module:function" returns for (mesh, order).
+
+        Raises RankFailed.
+        """
+        own = dict.fromkeys(self._link.ranks, (function, order))
+        self._all("keep", own, self.where.timeout_s + GRACE_S, function)
+
+    def run_kept(self, order: Record) -> Iterator[Record]:
+        """Call the kept function on every rank, and yield the events of rank 0, as `run` does."""
+        return self.run("", order)
 
     def run(self, function: str, order: Record) -> Iterator[Record]:
         """Call "module:function" on every rank and yield the events of rank 0.
@@ -155,13 +174,13 @@ class RankPool:
         pool cannot be used afterwards.
         """
         own = dict.fromkeys(self._link.ranks, (function, order))
-        yield from self._events("run", own, self.where.timeout_s + GRACE_S, function)
+        phase = function or "the function that is kept"
+        yield from self._events("run", own, self.where.timeout_s + GRACE_S, phase)
 
     def _all(
-        self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float
+        self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float, phase: str
     ) -> list[Record]:
         """Run `method` on all ranks, and return the result of each."""
-        phase = {"hello": "start", "meet": "join"}[method]
         for _ in self._events(method, arguments, silence_s, phase):
             pass
         return [self._results[rank] for rank in self._link.ranks]

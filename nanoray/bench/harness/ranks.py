@@ -32,7 +32,7 @@ from nanoray.bench.harness.processes import (
     arm_environment,
     scratch_folder,
 )
-from nanoray.bench.harness.report import Record
+from nanoray.bench.harness.report import Kept, Record
 from nanoray.config import make_config
 from nanoray.faults.cause import is_collective_error
 from nanoray.machine.device import Device
@@ -70,9 +70,10 @@ class Rank:
         self._emit = emit if slot["rank"] == 0 else _drop
         self.store: Any = None
         self._mesh: Mesh | None = None
+        self._kept: Kept | None = None
 
     def answer(self, method: str, arguments: Any) -> Record:
-        """Call hello, meet or run, and return {"done": ...} or {"error": ...}.
+        """Call hello, meet, keep or run, and return {"done": ...} or {"error": ...}.
 
         The parent compares the errors of several ranks, so an exception becomes data.
         """
@@ -126,14 +127,24 @@ class Rank:
             "threads": r.threads,
         }
 
+    def keep(self, function: str, order: Record) -> None:
+        """Call "module:function", and keep the function that it returns. (all ranks)"""
+        self._kept = self._named(function)(self._mesh, order)
+
     def run(self, function: str, order: Record) -> None:
-        """Call "module:function". (all ranks)"""
+        """Call "module:function", or without a name the function that is kept. (all ranks)"""
+        called = self._named(function) if function else self._kept
+        assert called, "nothing was kept"
+        called(self._mesh, order, self._emit)
+
+    def _named(self, function: str) -> Callable[..., Any]:
         import torch
 
         # OpenMP counts per thread, and an actor may run this in another one.
         torch.set_num_threads(self.slot["threads"])
         module, _, name = function.partition(":")
-        getattr(importlib.import_module(module), name)(self._mesh, order, self._emit)
+        called: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return called
 
 
 def _drop(event: Record) -> None:

@@ -27,6 +27,8 @@ from nanoray.parallel.rendezvous import runtime_nccl_version
 Record = dict[str, Any]
 # What a function on the ranks calls with each event; those of rank 0 arrive at the benchmark
 Emit = Callable[[Record], None]
+# A function that a rank keeps between two calls: of its mesh, an order, and what to call with events
+Kept = Callable[[Any, Record, Any], None]
 # Variables that change what an arm measures. Without the files of compiled Python, which the first
 # one forbids, every process compiles torch again; the others choose threads and kernels.
 DISTORTING = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
