@@ -215,7 +215,7 @@ def _bytes_of(preset: str) -> int:
 
     It holds the weights, the tied head once more, and two moments, all in float32.
     """
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.models.costs import count_parameters
 
     shape = shape_of(load_config(preset=preset))
@@ -392,7 +392,7 @@ def make_step(device: Any) -> Callable[..., float]:
     """
     import torch
 
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.models.gpt import GPT
     from nanoray.observe.trace.recorder import wait_for
     from nanoray.train.optim.groups import make_optimizer
@@ -424,7 +424,7 @@ def make_arms(
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
     from nanoray.models.gpt import GPT
     from nanoray.parallel.pieces import whole_shards

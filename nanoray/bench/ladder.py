@@ -34,7 +34,6 @@ from nanoray.cli.open_folder import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
-from nanoray.machine.environment import environment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -148,10 +147,16 @@ class Ladder:
         """
         device = "cpu" if self.device == "cpu" else "auto"  # a whole GPU, else a slice
         begin = time.monotonic()
-        pool = RankPool(Where(ranks, device=device, timeout_s=self.timeout_s, threads=threads))
+        where = Where(
+            ranks,
+            device=device,
+            timeout_s=self.timeout_s,
+            threads=threads,
+            variables=self.caches,
+        )
+        pool = RankPool(where)
         try:
-            with environment(self.caches):
-                stack.enter_context(pool)
+            stack.enter_context(pool)
             self.pools[rung] = pool
             pool.keep(OPEN, order)
             self._run_block(rung, 1, settling=0)

@@ -363,7 +363,7 @@ def add_rows(
 
     A share of the peak is one of the peak of its slices.
     """
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.models.costs import flops_per_token
 
     timed, copied, *reduced = events

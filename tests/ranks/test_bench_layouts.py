@@ -13,7 +13,7 @@ import pytest
 from nanoray.bench import __main__ as bench
 from nanoray.bench import layouts
 from nanoray.bench.layouts import Here, arms_of
-from nanoray.bench.simulate import ERROR, MEASURED, PREDICTED
+from nanoray.bench.predicted import ERROR, MEASURED, PREDICTED
 from nanoray.cli.forecast.fit import Fit
 from nanoray.config import load_config
 from nanoray.config.layout import Layout

@@ -15,7 +15,7 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import mig
 from nanoray.bench.engine import time_rank
 from nanoray.bench.harness.report import Report
-from nanoray.bench.simulate import VOCAB
+from nanoray.bench.predicted import VOCAB
 from nanoray.config import load_config
 from nanoray.machine.device import Device
 from nanoray.models.gpt import GPT, ModelShape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoray.bench.engine import COMMUNICATION, MEMORY_ENTRY, TIME_ENTRY, order_of
-from nanoray.bench.simulate import VOCAB
+from nanoray.bench.predicted import VOCAB
 from nanoray.bench.strategies import HYBRID, KEPT, MODES, configuration
 from nanoray.cli.forecast.job import job_of
 from nanoray.cli.forecast.traffic import talks_of

@@ -18,9 +18,9 @@ import select
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanoray import __version__
@@ -59,6 +59,8 @@ class Where:
     timeout_s: float = 600.0  # of a collective, and of the ranks' silence
     shared: bool = False  # more ranks than devices: they take turns on them (processes only)
     threads: int = 0  # of each rank; 0: an equal share of the cores
+    # Of their environment, beside those of every arm (processes only)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Rank:
@@ -223,6 +225,7 @@ class _Processes(RankChannel):
                 # The rank sees only its own device, which is therefore the first
                 slot |= {"gpu": device.parent_uuid, "uuid": device.uuid, "device": "cuda:0"}
             self._slots.append(slot)
+        self._variables = dict(where.variables)
         self._children: list[Child] = []
         self._open: dict[Any, int] = {}  # stdout of each rank that still lives
         self._stack = ExitStack()
@@ -230,7 +233,7 @@ class _Processes(RankChannel):
     def start(self) -> None:
         folder = self._stack.enter_context(scratch_folder())
         for slot in self._slots:
-            env = arm_environment() | {"CUDA_VISIBLE_DEVICES": slot["uuid"]}
+            env = arm_environment() | self._variables | {"CUDA_VISIBLE_DEVICES": slot["uuid"]}
             command = [sys.executable, "-m", "nanoray.bench.harness.ranks", json.dumps(slot)]
             child = Child(command, env, folder / f"rank{slot['rank']}.log", pipes=True)
             self._children.append(child)
