@@ -124,7 +124,8 @@ def _lines_of(benchmark: Benchmark, report: Report) -> list[str]:
 def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> int:
     """Run those benchmarks that are in `all`, and print a table of their verdicts."""
     _refuse_launchers(title)
-    parser = _parser(name_program(f"bench {title}"), "benchmarks in turn, each with its defaults")
+    text = "benchmarks in turn, each with its defaults"
+    parser = _parser(name_program(f"bench {title}"), text, draws=False)
     args = _flags(parser, argv)
     reports: list[Report] = []
     signum = 0
@@ -219,11 +220,14 @@ def _draw(benchmark: Benchmark, report: Report, figure: Path | None) -> None:
             report.failures.append(f"figure: {_describe_error(error)}")
 
 
-def _parser(program: str, text: str) -> Parser:
+def _parser(program: str, text: str, draws: bool = True) -> Parser:
     parser = Parser(prog=program, description=text, allow_abbrev=False)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts"
     )
+    if draws:
+        drawn = f"draw them ({', '.join(FIGURES)})"
+        parser.add_argument("--figure", type=Path, metavar="FILE", help=drawn)
     parser.add_argument(
         "--quick", action="store_true", help="few and short rounds; targets are shown, not judged"
     )
@@ -236,8 +240,6 @@ def load(entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     benchmark = entry.load()
     _refuse_launchers(entry.words)
     parser = _parser(entry.command or name_program(f"bench {entry.words}"), entry.summary)
-    text = f"draw them ({', '.join(FIGURES)})"
-    parser.add_argument("--figure", type=Path, metavar="FILE", help=text)
     benchmark.add_flags(parser)
     for number in benchmark.numbers:
         number.add_to(parser)
