@@ -62,7 +62,7 @@ class Ladder:
     device: str  # cpu or cuda
     configs: dict[str, Config] = field(default_factory=dict)  # of the rungs that were opened
     pools: dict[str, RankPool] = field(default_factory=dict)
-    # Rungs with a script of their own in place of ranks: it runs so many steps, and returns their ms
+    # Rungs with a script in place of ranks: it runs a number of steps, and returns the ms of one
     scripts: dict[str, Callable[[int], float]] = field(default_factory=dict)
     # What was measured
     ready_s: dict[str, list[float]] = field(default_factory=dict)  # one of each start

@@ -12,7 +12,6 @@ A ladder per preset: each rung is the `base` with one thing changed.
     bf16 + plain attention    --precision bf16 --attention plain
     one thread                the base on one of the cores
     two ranks                 one rank per core, on two cores
-    two ranks + zero1         the same with --dp_mode zero1: each rank updates half of the weights
     two ranks + audit 10      two ranks with --audit_every 10, and 1: beside two ranks, what an audit costs
     eager loop                a peer: the loop that people write first (compute.py)
     eager loop + kept memory  the same, and glibc keeps freed memory, as every nanoray rank lets it
@@ -85,7 +84,6 @@ RUNGS: dict[str, Record] = {
     BEST: {"precision": "bf16", "attention": "plain"},
     "one thread": {"_threads": 1},
     TWO: {"_ranks": 2},
-    f"{TWO} + zero1": {"_ranks": 2, "dp_mode": "zero1"},
     f"{TWO} + audit 10": {"_ranks": 2, "audit_every": 10},
     f"{TWO} + audit 1": {"_ranks": 2, "audit_every": 1},
     EAGER: {"_eager": True},
