@@ -32,7 +32,7 @@ from nanoray.bench.harness.trainings import (
     add_settings_flag,
     chosen,
     data_flags,
-    rotated,
+    in_turns,
     settings_of,
 )
 from nanoray.bench.peers.nanogpt import NanoGPT
@@ -244,23 +244,22 @@ class SpeedrunBenchmark(Benchmark):
                 report.rows += _make_rows(arm, found[arm], target, report, failed.get(arm, ""))
             _add_targets(report, arms)
 
+        def fail(arm: str, error: Exception) -> None:
+            failed[arm] = f"{arm}: {error}"
+            report.failures.append(failed[arm])
+
         with two_cores(), scratch_folder() as folder, part(report, add_rows):
-            # Round by round in rotating order, a seed per round: all arms of a round see the same
-            # seed.
-            for turn in range(args.rounds):
-                for arm in (arm for arm in rotated(arms, turn) if arm not in failed):
-                    try:
-                        run = _run(args, arm, turn, overrides, folder)
-                    except ChildFailed as error:
-                        failed[arm] = f"{arm}: {error}"
-                        report.failures.append(failed[arm])
-                        continue
-                    found[arm].append(run)
-                    say(
-                        f"round {turn + 1}/{args.rounds}  {arm:<24}  {run.seconds:.1f} s, "
-                        f"{run.cpu_s:.1f} s of CPU  "
-                        f"{run.steps} steps  loss {run.loss:.4f}"
-                    )
+
+            def run(arm: str, turn: int) -> None:
+                # A seed per round: all arms of a round see the same one
+                new = _run(args, arm, turn, overrides, folder)
+                found[arm].append(new)
+                say(
+                    f"round {turn + 1}/{args.rounds}  {arm:<24}  {new.seconds:.1f} s, "
+                    f"{new.cpu_s:.1f} s of CPU  {new.steps} steps  loss {new.loss:.4f}"
+                )
+
+            in_turns(arms, args.rounds, failed, run, fail)
 
     def format_text(self, report: Report) -> list[str]:
         """Return nothing: the terminal shows a line per row."""

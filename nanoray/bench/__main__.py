@@ -2,7 +2,7 @@
 
 registry.py lists families and arms, harness/benchmark.py says what each arm implements. Exit code
 0: every arm ran, nothing was wrong and every target was met; 1: not; 2: wrong flags. A family
-without an arm, and `all`, run one arm after the other and skip those that refuse --workers.
+without an arm, and `all`, run one arm after the other, each with its defaults.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from nanoray.bench.harness.report import Report, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser, name_program
 from nanoray.config import refuse_unknown
-from nanoray.errors import ConfigError, NanorayError, PlacementError
+from nanoray.errors import ConfigError, NanorayError
 from nanoray.machine.atomic import write_json
-from nanoray.machine.launchers import set_torch_variables
+from nanoray.machine.launchers import place_of
 from nanoray.machine.text import aligned
 
-FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose
+FIGURES = (".png", ".svg", ".pdf")
 FILES = {"json": "report.json", "figure": "report.png"}
 USAGE = """\
-usage: {program} FAMILY [ARM] [--workers N] [--quick] [--json FILE] [--figure FILE] [flags]
+usage: {program} FAMILY [ARM] [--quick] [--json FILE] [--figure FILE] [flags]
 
 {benches}
   {all:<28}all but those with a * in turn, with their defaults; so does a family without an arm
 
-  --workers N   ranks                       --json FILE    conditions, rows and verdicts
-  --quick       few and short rounds        --figure FILE  a picture ({figures}); of several: a folder
+  --quick        few and short rounds
+  --json FILE    conditions, rows and verdicts
+  --figure FILE  a picture of one ({figures})
 
 {program} FAMILY ARM --help shows the flags of one"""
 
@@ -52,12 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE.format(program=name_program("bench"), **known))
         return 0 if argv else 2
 
-    def run() -> int:
-        # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.
-        set_torch_variables(os.environ)
-        return _run(argv)
-
-    return exit_code_of(run)
+    return exit_code_of(lambda: _run(argv))
 
 
 def _usage_of(entry: Entry) -> str:
@@ -113,14 +109,6 @@ def run_one(name: str, entry: Entry, argv: list[str]) -> int:
         report = _new_report(name, entry, argv, args)
         signum = _measure(benchmark, args, report)
 
-    # Under torchrun rank 0 writes the report. The others log their own failures, which rank 0 may
-    # not have seen.
-    if not _writes_report():
-        for failure in report.failures:
-            for line in failure.splitlines():
-                print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr, flush=True)
-        return int(report.failed)
-
     _draw(benchmark, report, args.figure)
     pasted = benchmark.format_markdown(report)
     print("\n".join([*pasted, "", *_lines_of(benchmark, report)]), flush=True)
@@ -135,18 +123,19 @@ def _lines_of(benchmark: Benchmark, report: Report) -> list[str]:
 
 def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> int:
     """Run those benchmarks that are in `all`, and print a table of their verdicts."""
-    args = _flags_of_several(title, argv)
+    _refuse_launchers(title)
+    text = "benchmarks in turn, each with its defaults"
+    parser = _parser(name_program(f"bench {title}"), text, draws=False)
+    args = _flags(parser, argv)
     reports: list[Report] = []
     signum = 0
     with interruptible():
         for name, entry in entries.items():
             if not entry.in_all:
                 continue
-            flags = [f"--workers={args.workers}"] if args.workers else []
-            if args.quick:
-                flags += ["--quick", *entry.quick_flags]
+            flags = ["--quick", *entry.quick_flags] if args.quick else []
             print(f"== {entry.words}", file=sys.stderr, flush=True)
-            report, lines, signum = _attempt(name, entry, flags, args)
+            report, lines, signum = _attempt(name, entry, flags)
             print("\n".join([f"== {entry.words}", "", *lines, ""]), flush=True)
             reports.append(report)
             if signum:
@@ -154,70 +143,29 @@ def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> i
 
     rows = [("bench", "verdict", "seconds", ""), *(report.summary for report in reports)]
     print("\n".join(aligned(rows, right={2})))
-    ok, verdict = _verdict_of(reports, args.workers)
+    failed = [report.bench for report in reports if report.failed]
+    verdict = f"FAILED  {', '.join(failed)}" if failed else f"OK  {len(reports)} benches"
     # Before files are written: a full disk must not take the result away
     print(verdict, flush=True)
     if args.json:
         dicts = [report.to_dict() for report in reports]
-        write_json(args.json, {"bench": title, "reports": dicts, "ok": ok})
-    if signum:
-        return 128 + signum
-    return 0 if ok else 1
+        write_json(args.json, {"bench": title, "reports": dicts, "ok": not failed})
+    return 128 + signum if signum else int(bool(failed))
 
 
-def _flags_of_several(title: str, argv: list[str]) -> argparse.Namespace:
-    _refuse_torchrun(title)
-    parser = _parser(name_program(f"bench {title}"), "benchmarks in turn, each with its defaults")
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="ranks of each [each one's default]"
-    )
-    args = _flags(parser, argv, folders=("figure",))
-    if args.workers is not None and args.workers < 1:
-        raise ConfigError(
-            f"workers = {args.workers}; give 1 or more, or leave it out for each one's default"
-        )
-    if args.figure and not args.figure.is_dir():
-        raise ConfigError(
-            f"figure = {args.figure}: bench {title} draws several; name a folder that is there"
-        )
-    return args
-
-
-def _verdict_of(reports: list[Report], workers: int | None) -> tuple[bool, str]:
-    """Return whether several benchmarks succeeded, and the last line."""
-    failed = [report.bench for report in reports if report.failed]
-    skipped = [report.bench for report in reports if report.skipped]
-    # A number of ranks that no benchmark accepts is a mistake; one that some refuse is not
-    if len(skipped) == len(reports):
-        return False, f"FAILED  every bench refuses workers = {workers}"
-    if failed:
-        return False, f"FAILED  {', '.join(failed)}"
-    verdict = f"OK  {len(reports) - len(skipped)} benches"
-    if skipped:
-        verdict += f", skipped: {', '.join(skipped)}"
-    return True, verdict
-
-
-def _attempt(
-    name: str, entry: Entry, flags: list[str], args: argparse.Namespace
-) -> tuple[Report, list[str], int]:
+def _attempt(name: str, entry: Entry, flags: list[str]) -> tuple[Report, list[str], int]:
     """Run one of several benchmarks; turn what it raises into a failure of its report.
 
-    A benchmark that refuses the number of ranks is skipped: others can use it. Returns its report
-    with its lines, and the signal that interrupted it or 0.
+    Returns its report with its lines, and the signal that interrupted it or 0.
     """
     try:
         benchmark, own_args = load(entry, flags)
         report = _new_report(name, entry, flags, own_args)
         signum = _measure(benchmark, own_args, report)
-        _draw(benchmark, report, args.figure / f"{name}.png" if args.figure else None)
         return report, _lines_of(benchmark, report), signum
     except Exception as error:
         report = Report(name, conditions(entry.program, flags))
-        if args.workers and isinstance(error, ConfigError | PlacementError):
-            report.skipped = str(error)
-        else:
-            report.failures.append(_describe_error(error))
+        report.failures.append(_describe_error(error))
         return report, report.lines(), 0
 
 
@@ -249,9 +197,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace, report: Report) -> 
             "measured: everything that was started is ended, and the rows have those rounds"
         )
     except Exception as error:
-        refused = isinstance(error, NanorayError) and not report.rows  # before anything ran
-        # A rank that writes no report must raise: its log is the only place for the error
-        if refused or not _writes_report():
+        if isinstance(error, NanorayError) and not report.rows:  # refused before anything ran
             raise
         report.failures.append(_describe_error(error))
     report.conditions["seconds"] = round(time.monotonic() - start, 1)
@@ -265,11 +211,6 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
 
 
-def _writes_report() -> bool:
-    """Return whether this process prints and writes: under torchrun every rank runs this program."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _draw(benchmark: Benchmark, report: Report, figure: Path | None) -> None:
     """Draw the figure. An error is a failure of the report: what was measured is still printed."""
     if figure and any(row.values for row in report.rows):
@@ -279,17 +220,14 @@ def _draw(benchmark: Benchmark, report: Report, figure: Path | None) -> None:
             report.failures.append(f"figure: {_describe_error(error)}")
 
 
-def _parser(program: str, text: str) -> Parser:
+def _parser(program: str, text: str, draws: bool = True) -> Parser:
     parser = Parser(prog=program, description=text, allow_abbrev=False)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write conditions, rows and verdicts"
     )
-    parser.add_argument(
-        "--figure",
-        type=Path,
-        metavar="FILE",
-        help=f"draw them ({', '.join(FIGURES)}); all: a folder",
-    )
+    if draws:
+        drawn = f"draw them ({', '.join(FIGURES)})"
+        parser.add_argument("--figure", type=Path, metavar="FILE", help=drawn)
     parser.add_argument(
         "--quick", action="store_true", help="few and short rounds; targets are shown, not judged"
     )
@@ -299,8 +237,7 @@ def _parser(program: str, text: str) -> Parser:
 def load(entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     """Import a benchmark and read its flags."""
     benchmark = entry.load()
-    if not benchmark.joins_torchrun:
-        _refuse_torchrun(entry.words)
+    _refuse_launchers(entry.words)
     parser = _parser(entry.command or name_program(f"bench {entry.words}"), entry.summary)
     benchmark.add_flags(parser)
     for number in benchmark.numbers:
@@ -313,28 +250,27 @@ def load(entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     return benchmark, args
 
 
-def _refuse_torchrun(name: str) -> None:
-    if "RANK" in os.environ:
+def _refuse_launchers(name: str) -> None:
+    """Raise ConfigError in a process of torchrun, srun or mpirun: each would start ranks."""
+    if place_of(os.environ):
         raise ConfigError(
-            f"bench {name} starts its own ranks, but RANK is set; run it without torchrun"
+            f"bench {name} starts its own ranks, but a launcher has started this process as one; "
+            "run it without torchrun, srun and mpirun; for several machines: --ray_address"
         )
 
 
-def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> argparse.Namespace:
+def _flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError for unknown ones, and for files that cannot be written."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         refuse_unknown(unknown[0].split("=")[0], flags, "flag")
-    if not _writes_report():
-        return args
-
     # Check the files now, and not after minutes of measuring
     for flag in FILES:
-        path = getattr(args, flag)
+        path = getattr(args, flag, None)
         if path is None:
             continue
-        if path.is_dir() and flag not in folders:
+        if path.is_dir():
             raise ConfigError(
                 f"{flag} = {path} is a folder; name a file in it: {path / FILES[flag]}"
             )
@@ -346,9 +282,4 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
 
 
 if __name__ == "__main__":
-    code = main()
-    # A rank of torchrun: its report is written, and tearing down gloo's threads can hang
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        os._exit(code)
-    raise SystemExit(code)
+    raise SystemExit(main())

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ENTRY = "nanoray.bench.algorithms:sweep_rank"
 BACKEND = "backend"
+DTYPE = "float32"
 BY_HAND = ("ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 SIZES = tuple(4**i << 10 for i in range(9))  # 1 KB .. 64 MB
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
@@ -177,7 +178,6 @@ def _columns_of(report: Report) -> list[TableColumn]:
 class AlgorithmsBenchmark(Benchmark):
     """Time the hand-written all-reduces beside the backend's own."""
 
-    joins_torchrun = True
     tables = (Table(lambda report: list(_by_size(report)), _columns_of),)
     figure = Figure(
         (
@@ -199,12 +199,6 @@ class AlgorithmsBenchmark(Benchmark):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         add_where_flags(parser, cpu_workers=STATED_FOR[0])
-        parser.add_argument(
-            "--dtype",
-            choices=("float32", "bfloat16", "float16"),
-            default="float32",
-            help="[float32]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
@@ -214,10 +208,10 @@ class AlgorithmsBenchmark(Benchmark):
             order = {
                 "algorithms": arms,
                 "sizes": QUICK_SIZES if args.quick else SIZES,
-                "dtype": args.dtype,
+                "dtype": DTYPE,
             }
             for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
-                report.rows.append(row_of(event, args.dtype))
+                report.rows.append(row_of(event))
                 row = report.rows[-1]
                 result = row.problem or row.skipped or f"{number(row.median)} us"
                 say(f"{row.arm:<20}{row.metric:>8}  {result}")
@@ -232,12 +226,12 @@ class AlgorithmsBenchmark(Benchmark):
         return crossovers(report)
 
 
-def row_of(event: Record, dtype: str) -> Measurement:
+def row_of(event: Record) -> Measurement:
     """Return the row of an event of rank 0."""
     name = event["algorithm"]
     size = event["bytes"]
     ranks = event["ranks"]
-    keys = {"op": "all_reduce", "algorithm": name, "dtype": dtype, "bytes": size, "ranks": ranks}
+    keys = {"op": "all_reduce", "algorithm": name, "dtype": DTYPE, "bytes": size, "ranks": ranks}
     if "skipped" in event:
         return Measurement(name, _label(size), "us", (), skipped=event["skipped"], extra=keys)
     times = event["time_us"]

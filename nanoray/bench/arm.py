@@ -28,7 +28,7 @@ class Case:
     # Of a micro batch, by its number: inputs and targets of this rank
     batch: Callable[[int], tuple[Tensor, Tensor]]
     samples: int  # of a micro batch
-    tokens: int  # of a sample; 0 where there are none
+    tokens: int  # of a sample
     activations: dict[str, int]  # bytes by part, at the peak of a step
     what: str
 
@@ -70,30 +70,8 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int, vocab_size: int 
     return Case(model, batch, micro, config.block_size, activations, what)
 
 
-def resnet(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
-    """Return a ResNet with random images."""
-    import torch
-
-    from nanoray.models.resnet import SIZE, ResNet, ResNetShape
-    from nanoray.models.resnet_costs import activation_memory, count_parameters
-
-    shape = ResNetShape.of(config, classes=10)
-    torch.manual_seed(config.seed)
-    model = ResNet(shape, config.label_smoothing).to(mesh.device)
-
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        source = torch.Generator().manual_seed(mesh.rank + number * mesh.world_size)
-        images = torch.randn(micro, 3, SIZE, SIZE, generator=source)  # (B, 3, H, W)
-        # (B,)
-        return images.to(mesh.device), torch.randint(10, (micro,), generator=source).to(mesh.device)
-
-    what = f"ResNet-{shape.resnet_depth} of {count_parameters(shape):,} parameters"
-    return Case(model, batch, micro, 0, activation_memory(shape, micro, precision), what)
-
-
 # (mesh, configuration, precision, micro batch size)
 MakeCase = Callable[["Mesh", Config, str, int], Case]
-MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
 
 
 def alone_on(mesh: Mesh) -> Mesh:

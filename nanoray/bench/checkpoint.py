@@ -143,7 +143,6 @@ class CheckpointBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        parser.add_argument("--workers", type=int, metavar="N", help="1: one rank writes")
         parser.add_argument(
             "--device",
             choices=("auto", "cuda", "mig", "cpu"),
@@ -164,10 +163,6 @@ class CheckpointBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm in turns and fill the report. Everything that is written is removed again."""
         # Refuse before a process starts or a byte is written.
-        if args.workers not in (None, 1):
-            raise ConfigError(
-                f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1"
-            )
         default = "shakespeare-char" if args.quick else "gpt2-124m"
         preset = args.preset or default
         # A full disk in the middle of a round would fail every arm that follows.
@@ -220,7 +215,7 @@ def _bytes_of(preset: str) -> int:
 
     It holds the weights, the tied head once more, and two moments, all in float32.
     """
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.models.costs import count_parameters
 
     shape = shape_of(load_config(preset=preset))
@@ -397,7 +392,7 @@ def make_step(device: Any) -> Callable[..., float]:
     """
     import torch
 
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.models.gpt import GPT
     from nanoray.observe.trace.recorder import wait_for
     from nanoray.train.optim.groups import make_optimizer
@@ -429,7 +424,7 @@ def make_arms(
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
     from nanoray.models.gpt import GPT
     from nanoray.parallel.pieces import whole_shards

@@ -429,7 +429,6 @@ LOGARITHMIC = {"xscale": "log", "yscale": "log", "xlabel": "bytes"}
 class CollectivesBenchmark(Benchmark):
     """Time every collective over sizes and dtypes, and count its wrong elements."""
 
-    joins_torchrun = True
     figure = Figure(
         (
             Panel(_draw_speeds, LOGARITHMIC | {"ylabel": "GB/s"}, {"fontsize": 8}, grid=True),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.arm import MODELS, Arm, alone_on
+from nanoray.bench.arm import Arm, alone_on, gpt
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.trainings import rotated
 from nanoray.config import Config
@@ -45,7 +45,6 @@ def order_of(
     rounds: int = 1,
     steps: int = 1,
     measures: Iterable[str] = (),
-    model: str = "gpt",
     mirrored: Iterable[str] = (),
     alone: Iterable[str] = (),
 ) -> Record:
@@ -59,7 +58,7 @@ def order_of(
         how = {"mirrored": name in mirrored, "alone": name in alone}
         arms[name] = {"config": config.model_dump(), **how}
     counts = {"rounds": rounds, "steps": steps}
-    return {"arms": arms, "model": model, "measures": list(measures), **counts}
+    return {"arms": arms, "measures": list(measures), **counts}
 
 
 def collect(events: Iterable[Record], report: Report, found: Found, more: str = "") -> None:
@@ -90,11 +89,10 @@ def note_of_sent(collectives: Mapping[str, tuple[int, int]]) -> str:
 
 
 def _arms_of(mesh: Mesh, order: Record, traced: bool) -> dict[str, Arm]:
-    make = MODELS[order["model"]]
     arms = {}
     for name, own in order["arms"].items():
         ranks = alone_on(mesh) if own["alone"] else mesh
-        arms[name] = Arm(ranks, Config(**own["config"]), make, traced, own["mirrored"])
+        arms[name] = Arm(ranks, Config(**own["config"]), gpt, traced, own["mirrored"])
     return arms
 
 

@@ -34,20 +34,17 @@ import argparse
 import math
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, measured
-from nanoray.bench.harness.processes import ChildFailed, scratch_folder
+from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
-from nanoray.bench.harness.trainings import (
-    chosen,
-    data_flags,
-    settings_of,
-)
+from nanoray.bench.harness.trainings import chosen, data_flags, in_turns, settings_of
 from nanoray.bench.ladder import (
     LADDER_TIMEOUT,
     LOSS,
@@ -55,10 +52,9 @@ from nanoray.bench.ladder import (
     PRODUCTS,
     TOKENS,
     Ladder,
-    RungProcesses,
     add_ladder_flags,
+    caches_of,
     draw_rungs,
-    environment_of,
     measured_arms,
     panels_of,
     product_flops,
@@ -155,8 +151,6 @@ PEAK = "of products"
 READY = "ready"
 SECONDS = "seconds"
 SIZES = {"cuda": 8192, "cpu": 512}
-# Of the first block, which settles caches and clocks; a CPU that emulates bf16 takes a fifth of a second for one
-FIRST_PRODUCTS = {"cuda": 20, "cpu": 2}
 # Keys of rungs whose losses cannot be compared with the base's
 OTHER_SIZES = {"_batch", "_larger", "_best", "_accum"}
 MFU_AIM = 50.0  # percent, of gpt2-124m's fastest rung
@@ -243,18 +237,16 @@ class GPUBenchmark(Benchmark):
         # Runs, caches of compilers and tokens live in a folder that is deleted afterwards.
         with scratch_folder() as folder:
             for name in presets if arms != babies else []:
-                # No TensorBoard: the ladder is about the step. GPT-2's vocabulary matters for speed,
-                # its text does not: random tokens do.
-                settings = LADDERS[name] | {"log_every": 5, "tensorboard": False} | overrides
-                env = environment_of(folder, name, gpu.uuid if gpu else "")
-                where = (folder, env, "cuda" if gpu else "cpu")
+                # GPT-2's vocabulary matters for speed, its text does not: random tokens do.
+                settings = LADDERS[name] | {"log_every": 5} | overrides
+                device = "cuda" if gpu else "cpu"
                 vocab_size = GPT2_TOKENS if name == GPT2 else 0
-                climb = GpuClimb.of_preset(
-                    args, report, name, *where, settings, vocab_size=vocab_size
+                ladder = GpuLadder.of_preset(
+                    args, report, name, folder, device, settings, vocab_size
                 )
-                climb.gpu = gpu
-                with part(report, lambda climb=climb: _end_ladder(climb)):  # type: ignore[misc]
-                    _measure_ladder(climb, [arm for arm in BY_VALUE if arm in arms])
+                ladder.gpu = gpu
+                with part(report, lambda ladder=ladder: _end_ladder(ladder)):  # type: ignore[misc]
+                    _measure_ladder(ladder, [arm for arm in BY_VALUE if arm in arms])
             if babies and CHAR in presets:
                 _train_babies(args, babies, gpu, overrides, folder, report)
         _add_targets(report, presets)
@@ -273,7 +265,7 @@ class GPUBenchmark(Benchmark):
 
 
 @dataclass
-class GpuClimb(Ladder):
+class GpuLadder(Ladder):
     """A ladder that is climbed rung by rung."""
 
     gpu: Device | None = None  # None: the CPU
@@ -287,7 +279,14 @@ class GpuClimb(Ladder):
     @property
     def timeout_s(self) -> float:
         """Seconds for an answer: some more than are left, so that the last rung need not be wasted."""
-        return min(self.args.timeout_s, max(10.0, self.left_s))
+        return float(min(self.args.timeout_s, max(10.0, self.left_s)))
+
+    def climb(self, rung: str, order: Record) -> None:
+        """Run a rung that has the device for itself."""
+        with ExitStack() as stack:
+            self.start(rung, order, stack)
+            self.run_rounds(self.args.rounds, self.args.block_ms)
+        self.pools.clear()
 
 
 def settings_at(rung: str) -> Record:
@@ -316,77 +315,62 @@ def before(rungs: list[str]) -> dict[str, str]:
     return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
 
 
-def _measure_ladder(climb: GpuClimb, rungs: list[str]) -> None:
+def _measure_ladder(ladder: GpuLadder, rungs: list[str]) -> None:
     """Measure products of matrices in each precision, then the rungs in this order; add their rows."""
     # What the device reaches with large products is the peak that a step can be compared with.
     for precision, dtype in (("bf16", "bfloat16"), ("tf32", "float32"), ("fp32", "float32")):
-        if precision == "tf32" and not (climb.gpu and climb.gpu.bf16):
+        if precision == "tf32" and not (ladder.gpu and ladder.gpu.bf16):
             continue
         # The aims are in bf16, and each product takes the start of a process.
-        if precision != "bf16" and math.isfinite(climb.args.budget_s):
+        if precision != "bf16" and math.isfinite(ladder.args.budget_s):
             continue
-        _measure_products(climb, precision, dtype)
+        _measure_products(ladder, precision, dtype)
 
     for rung in rungs:
         settings = settings_at(rung)
         if settings.get("_best"):
-            settings |= _best_settings(climb)
-        why = _reason_to_skip(climb, settings)
+            settings |= _best_settings(ladder)
+        why = _reason_to_skip(ladder, settings)
         if why:
-            climb.add(rung, TOKENS, "1/s", (), skipped=why)
+            ladder.skipped[rung] = why
+            ladder.add(rung, TOKENS, "1/s", ())
         else:
-            _measure_rung(climb, rung, settings)
+            _measure_rung(ladder, rung, settings)
         # A run that is cut off keeps what it has measured.
-        if climb.args.json:
-            climb.report.write(climb.args.json)
+        if ladder.args.json:
+            ladder.report.write(ladder.args.json)
 
 
-def _end_ladder(climb: GpuClimb) -> None:
+def _end_ladder(ladder: GpuLadder) -> None:
     """Compare the losses of the rungs that have run, and sort the rows."""
     # Only for the same model and batch
     other = [rung for rung in RUNGS if settings_at(rung).keys() & OTHER_SIZES]
-    climb.compare_losses(BASE, not_same=other)
+    ladder.compare_losses(BASE, not_same=other)
     # The rungs ran by value; a reader climbs from the base.
-    place = {climb.arm(rung): number for number, rung in enumerate(RUNGS)}
-    climb.report.rows.sort(key=lambda row: place.get(row.arm, -1))
+    place = {ladder.arm(rung): number for number, rung in enumerate(RUNGS)}
+    ladder.report.rows.sort(key=lambda row: place.get(row.arm, -1))
 
 
-def _measure_products(climb: GpuClimb, precision: str, dtype: str) -> None:
+def _measure_products(ladder: GpuLadder, precision: str, dtype: str) -> None:
     """Add the speed of large products; where they fail the ladder goes on without this peak."""
-    size = SIZES[climb.device]
+    size = SIZES[ladder.device]
     name = f"{PRODUCTS} {precision}"
-    values: list[float] = []
-    try:
-        order = products(size, dtype, tf32=precision == "tf32")
-        with RungProcesses(climb, name, [order], climb.timeout_s) as process:
-            blocks = _time_blocks(climb, process, FIRST_PRODUCTS[climb.device])
-        values = [product_flops(size) / block["step_ms"] * 1e3 for block in blocks]
-        climb.peaks[precision] = sorted(values)[len(values) // 2]
-    except ChildFailed as error:
-        climb.report.failures.append(f"{climb.arm(name)}: {error}")
-    found = [value / 1e12 for value in values]
-    note = f"matrices of {size} x {size}"
-    climb.add(name, PRODUCTS, "TFLOP/s", found, note)
+    ladder.climb(name, products(size, dtype, tf32=precision == "tf32"))
+    rates = [1e3 * product_flops(size) / ms for ms in ladder.step_ms.get(name, [])]
+    if rates:
+        ladder.peaks[precision] = sorted(rates)[len(rates) // 2]
+    found = [rate / 1e12 for rate in rates]
+    ladder.add(name, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}")
 
 
-def _time_blocks(climb: GpuClimb, process: RungProcesses, steps: int) -> list[dict[str, float]]:
-    """Run blocks of steps, one for each round; return their answers. Raises ChildFailed."""
-    # The first one does not count: caches fill, clocks rise
-    first = process.block(steps, climb.timeout_s)
-    # Blocks of equal time: a fast rung does more steps in a block.
-    if not climb.args.quick:
-        steps = max(3, round(climb.args.block_ms / first["step_ms"]))
-    return [process.block(steps, climb.timeout_s) for _ in range(climb.args.rounds)]
-
-
-def _best_settings(climb: GpuClimb) -> Record:
+def _best_settings(ladder: GpuLadder) -> Record:
     """Return the fastest batch, and the changes that gained on `+ compile`; {} if that has no speed.
 
     fp8 and larger heads are left out: they are another arithmetic, and another model.
     """
     speeds = {}
     for rung in RUNGS:
-        row = climb.report.row(climb.arm(rung), TOKENS)
+        row = ladder.report.row(ladder.arm(rung), TOKENS)
         if row and row.values:
             speeds[rung] = row.median
     if COMPILED not in speeds:
@@ -400,14 +384,14 @@ def _best_settings(climb: GpuClimb) -> Record:
     return best
 
 
-def _reason_to_skip(climb: GpuClimb, settings: Mapping[str, Any]) -> str | None:
+def _reason_to_skip(ladder: GpuLadder, settings: Mapping[str, Any]) -> str | None:
     """Return why this device has no such rung; None if it has."""
-    if climb.left_s <= 0:
-        return f"no time was left of budget_s = {climb.args.budget_s:g}"
+    if ladder.left_s <= 0:
+        return f"no time was left of budget_s = {ladder.args.budget_s:g}"
     if settings.get("_best") and "_chosen" not in settings:
         return f"{COMPILED} has no speed to choose by"
     # Options that a device does not have are skipped by name, not measured as something else.
-    if climb.device == "cpu":
+    if ladder.device == "cpu":
         for key, of_gpus in (
             ("precision", "tf32"),
             ("precision", "fp8"),
@@ -416,60 +400,53 @@ def _reason_to_skip(climb: GpuClimb, settings: Mapping[str, Any]) -> str | None:
         ):
             if settings[key] == of_gpus:
                 return f"{key} = {of_gpus} is for GPUs"
-    elif climb.gpu and not climb.gpu.bf16 and settings["precision"] in ("tf32", "bf16"):
+    elif ladder.gpu and not ladder.gpu.bf16 and settings["precision"] in ("tf32", "bf16"):
         return f"a GPU older than compute capability 8 has no {settings['precision']}"
-    why = cannot_compile(climb.device) if settings["compile"] else None
+    why = cannot_compile(ladder.device) if settings["compile"] else None
     return f"compile = true {why}" if why else None
 
 
-def _measure_rung(climb: GpuClimb, rung: str, settings: Mapping[str, Any]) -> None:
+def _measure_rung(ladder: GpuLadder, rung: str, settings: Mapping[str, Any]) -> None:
     """Run one rung and add its rows. Its failure is recorded, and the other rungs continue."""
     times = settings.get("_batch", 1)
-    whole = climb.config.global_batch_size
-    micro = climb.config.micro_batch_size or whole
+    whole = ladder.config.global_batch_size
+    micro = ladder.config.micro_batch_size or whole
     accum = settings.get("_accum", whole // micro)
     sizes = {"micro_batch_size": times * micro, "global_batch_size": accum * times * micro}
-    sizes["n_head"] = climb.config.n_head // settings.get("_larger", 1)
-    name = rung.strip("+ ()").replace(" ", "-")
-    arm = climb.arm(rung)
-    # The rung trains with the real engine, in a process that answers how long blocks of steps take.
+    sizes["n_head"] = ladder.config.n_head // settings.get("_larger", 1)
     try:
-        order = climb.open(rung, {**settings, **sizes}, f"{climb.name}-{name}")
-        with RungProcesses(climb, rung, [order], climb.timeout_s) as process:
-            blocks = _time_blocks(climb, process, 3)
-    except (ChildFailed, NanorayError) as error:
-        if climb.gpu and "OutOfMemoryError" in str(error):
-            why = f"does not fit in {climb.gpu.memory_bytes / 2**30:.0f} GiB"
-            climb.add(rung, TOKENS, "1/s", (), skipped=why)
-            return
-        climb.report.failures.append(f"{arm}: {error}")
-        climb.add(rung, TOKENS, "1/s", (), error=str(error).splitlines()[0])
+        ladder.climb(rung, ladder.open(rung, {**settings, **sizes}))
+    except NanorayError as error:
+        ladder.fail(rung, error)
+    times_ms = ladder.step_ms.get(rung, [])
+    if rung in ladder.failed or rung in ladder.skipped:
+        ladder.add(rung, TOKENS, "1/s", ())
         return
+
     # Tokens per second compare rungs with different batches; milliseconds would not.
-    config = climb.configs[rung]
+    config = ladder.configs[rung]
     tokens = config.global_batch_size * config.block_size
-    rate = [1e3 * tokens / block["step_ms"] for block in blocks]
-    say(f"{arm:<38} {blocks[-1]['step_ms']:.2f} ms, {rate[-1]:,.0f} tokens/s")
+    rate = [1e3 * tokens / ms for ms in times_ms]
+    say(f"{ladder.arm(rung):<38} {times_ms[-1]:.2f} ms, {rate[-1]:,.0f} tokens/s")
     note = f"{tokens} tokens a step"
     if "_chosen" in settings:
         note += f", {' '.join(settings['_chosen'])}"
-    climb.add(rung, TOKENS, "1/s", rate, note)
+    ladder.add(rung, TOKENS, "1/s", rate, note)
 
     # Shares of the device's peak: of the data sheet's, and of the one measured with products
-    flops = climb.flops_per_token(rung)
-    stated = peak_flops(climb.gpu, config.precision) if climb.gpu else None
+    flops = ladder.flops_per_token(rung)
+    stated = peak_flops(ladder.gpu, config.precision) if ladder.gpu else None
     if stated:
         shares = [100 * flops * each / stated for each in rate]
-        climb.add(rung, MFU, "%", shares, "of the data sheet")
-    peak = climb.peaks.get(config.precision)
+        ladder.add(rung, MFU, "%", shares, "of the data sheet")
+    peak = ladder.peaks.get(config.precision)
     if peak:
         shares = [100 * flops * each / peak for each in rate]
-        climb.add(rung, PEAK, "%", shares, "as measured")
-    if blocks[-1].get("peak_bytes"):
-        mib = blocks[-1]["peak_bytes"] / 2**20
-        climb.add(rung, MEMORY, "MiB", mib, "most allocated")
-    note = "process, imports, model, compiling, warm-up"
-    climb.add(rung, READY, "s", process.ready_s, note)
+        ladder.add(rung, PEAK, "%", shares, "as measured")
+    if ladder.gpu:
+        ladder.add(rung, MEMORY, "MiB", ladder.peak_bytes[rung] / 2**20, "most allocated")
+    note = "process, imports, model, compiling, first step"
+    ladder.add(rung, READY, "s", ladder.ready_s[rung][0], note)
 
 
 def _train_babies(
@@ -502,26 +479,29 @@ def _train_babies(
     runs: dict[str, list[RunToLoss]] = {arm: [] for arm in arms}
     errors: dict[str, str] = {}
     longest_s = 0.0
-    for seed in range(1 if args.quick else BABY_SEEDS):
-        for arm in (arm for arm in arms if arm not in errors):
-            left_s = args.deadline - time.monotonic()
-            if left_s < 1.2 * longest_s:
-                continue
-            own = folder / f"baby-{arms.index(arm)}-{seed}"
-            env = environment_of(folder, own.name, gpu.uuid if gpu else "")
-            compiled = {"compile": BABIES[arm]} | dict(overrides)
-            begun = time.monotonic()
-            try:
-                limit_s = min(max(args.timeout_s, 1800.0), max(10.0, left_s))
-                of_run = flags | compiled | {"seed": seed}
-                found = run_to_loss(("-m", "nanoray.train"), of_run, env, own, limit_s)
-            except ChildFailed as failed:
-                errors[arm] = f"{arm}: {failed}"
-                report.failures.append(errors[arm])
-                continue
-            runs[arm].append(found)
-            longest_s = max(longest_s, time.monotonic() - begun)
-            say(f"{arm}: {found.seconds:.1f} s, {found.steps} steps, {found.loss:.4f}")
+
+    def run(arm: str, seed: int) -> None:
+        nonlocal longest_s
+        left_s = args.deadline - time.monotonic()
+        if left_s < 1.2 * longest_s:
+            return
+        own = folder / f"baby-{arms.index(arm)}-{seed}"
+        env = arm_environment() | caches_of(folder, own.name)
+        env["CUDA_VISIBLE_DEVICES"] = gpu.uuid if gpu else ""
+        compiled = {"compile": BABIES[arm]} | dict(overrides)
+        begun = time.monotonic()
+        limit_s = min(max(args.timeout_s, 1800.0), max(10.0, left_s))
+        of_run = flags | compiled | {"seed": seed}
+        found = run_to_loss(("-m", "nanoray.train"), of_run, env, own, limit_s)
+        runs[arm].append(found)
+        longest_s = max(longest_s, time.monotonic() - begun)
+        say(f"{arm}: {found.seconds:.1f} s, {found.steps} steps, {found.loss:.4f}")
+
+    def fail(arm: str, error: Exception) -> None:
+        errors[arm] = f"{arm}: {error}"
+        report.failures.append(errors[arm])
+
+    in_turns(arms, 1 if args.quick else BABY_SEEDS, errors, run, fail)
     for arm in arms:
         _add_baby(arm, runs[arm], errors.get(arm, ""), target, info.name, args, report)
 

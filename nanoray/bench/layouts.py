@@ -20,25 +20,25 @@ from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.fit import Fit, fit
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import RankPool, Where, describe
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
 from nanoray.bench.harness.trainings import numbers_of, rotated
-from nanoray.bench.simulate import (
+from nanoray.bench.predicted import (
     MEASURED,
     PREDICTED,
+    FittedLinks,
     add_error_target,
     add_step_rows,
-    cost_of,
     draw_steps,
     percent_of_error,
-    shape_of,
+    predict_step,
+    speed_of,
 )
 from nanoray.bench.step_parts import COLLECTIVES, COMPUTE, PARTS, fastest_turns, one_micro_batch
-from nanoray.cli.forecast.links import LANES, Cost
+from nanoray.cli.forecast.links import LANES
 from nanoray.config import Config, load_config
 from nanoray.config.layout import Layout
-from nanoray.errors import ConfigError
 from nanoray.machine.host import available_cpus
 
 BASE = 2
@@ -82,7 +82,6 @@ class LayoutsBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        add_where_flags(parser)
         parser.add_argument(
             "--preset", default="shakespeare-cpu", help="a gpt's sizes [%(default)s]"
         )
@@ -95,13 +94,10 @@ class LayoutsBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
-        where = replace(where_from(args), workers=BASE, threads=1)
+        # Ranks on CPU share the cores, one thread each
+        where = Where(BASE, device="cpu", threads=1)
         ranks = sorted(set(numbers_of(args.ranks, "ranks", "2,4,8", int, BASE - 1)))
         steps = args.steps
-        if args.workers not in (None, BASE):
-            raise ConfigError(
-                f"workers = {args.workers}: links are fitted at {BASE} ranks and more are started; drop it"
-            )
         # float32 on CPUs: what is checked is the model of time, not the kernels.
         config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
         arms = {n: arms_of(config, n) for n in ranks}
@@ -127,10 +123,6 @@ class LayoutsBenchmark(Benchmark):
                 for n in sorted({BASE, *ranks})
             }
             describe(report, pools[max(ranks)])
-            if pools[BASE].facts[0]["device"] != "cpu":
-                raise ConfigError(
-                    "layouts are checked on CPUs, where ranks share cores; add --device cpu"
-                )
             # Links and compute are fitted anew in each round, because the machine's speed drifts.
             for turn in range(args.rounds):
                 fitted = [*pools[BASE].run(COLLECTIVES, calls), *pools[BASE].run(COMPUTE, compute)]
@@ -169,49 +161,16 @@ class Here:
     links: dict[str, Fit]
     cpu: dict[str, Fit]
     compute: dict[int, dict[str, float]]  # by tp
-    lanes: int = LANES["gloo"]
-
-    def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
-        """Return the cost of a collective, and the cores that it keeps busy."""
-        return cost_of(layout.size_of(axis), nbytes, self.links[op], self.cpu[op])
-
-    def one_link(self, layout: Layout, axis: str, other: str) -> bool:
-        """Whether two axes share a link: all of them use this machine's memory."""
-        return True
 
     def predict(self, config: Config, layout: Layout, mode: str) -> float:
         """Return the seconds of a step."""
-        import torch
-
-        from nanoray.cli.forecast.job import Job
-        from nanoray.cli.forecast.predict import Speed, flops_of, predict
-        from nanoray.models.weights import weights_of
-        from nanoray.parallel.ddp import default_bucket_mb
-
-        # The job: sizes, micro batch and bucket of the run that is measured.
+        network = FittedLinks(self.links, self.cpu, LANES["gloo"])
         own = config.model_copy(update={"dp_mode": mode, "tp": layout.tp})
-        shape = shape_of(config)
-        cap = default_bucket_mb(torch.device("cpu"))
-        job = Job(shape, own, MICRO * layout.dp, "fp32", config.bucket_mb or cap)
-        forward, backward = (
-            flops * MICRO * shape.block_size for flops in flops_of(job, Layout(), 0)
-        )
-        # Cutting a layer in two does not halve its time: `uncut` is the share that stays.
-        whole = self.compute[1]
-        split = self.compute[2]
-        ratio = (split["forward_s"] + split["backward_s"]) / (
-            whole["forward_s"] + whole["backward_s"]
-        )
-        speed = Speed(
-            forward / whole["forward_s"],
-            backward / whole["backward_s"],
-            whole["update_s"] / sum(t.numel for t in weights_of(job.shape, Layout(), 0)),
-            uncut=min(1.0, max(0.0, 2 * ratio - 1)),  # ratio = uncut + (1 - uncut) / 2
-            cores=available_cpus() / layout.world_size,
-        )
-        # Which `predict` leaves out
-        norm = self.cost(Layout(dp=layout.world_size), "dp", "all_reduce", 8)
-        return predict(job, layout, MICRO, self, speed).step_s + norm.seconds
+        speed = speed_of(config, self.compute[1], MICRO, cut=self.compute[2])
+        speed = replace(speed, cores=available_cpus() / layout.world_size)
+        # Which a dry run leaves out
+        norm = network.cost(Layout(dp=layout.world_size), "dp", "all_reduce", 8)
+        return predict_step(own, layout, MICRO, network, speed).step_s + norm.seconds
 
     def format_fit(self) -> str:
         """Write what was fitted, for the conditions."""

@@ -217,11 +217,6 @@ class MIGBenchmark(Benchmark):
             help="what to run on [auto]",
         )
         parser.add_argument(
-            "--card",
-            metavar="NAME",
-            help='which one to plan for [the one found, else "NVIDIA H200"]',
-        )
-        parser.add_argument(
             "--preset",
             help="whose GPT to train, global_batch_size per rank [shakespeare-char; CPU: tiny]",
         )
@@ -238,7 +233,7 @@ class MIGBenchmark(Benchmark):
         slices = []
         if args.device in ("auto", "mig"):
             slices = [d for d in found if d.kind == "mig"]
-        card = _card(args.card, slices, found)
+        card = _card(slices, found)
         shared = () if slices else slots.devices[:1]
         on_cpu = not (slices or shared)
 
@@ -293,18 +288,16 @@ class MIGBenchmark(Benchmark):
         _compare(report)
 
 
-def _card(asked: str | None, slices: list[Device], found: list[Device]) -> str:
-    """Return the card to plan for. Raises ConfigError for one whose slices are not known here."""
+def _card(slices: list[Device], found: list[Device]) -> str:
+    """Return the card of the slices, else one that is here, else one to show what would be run.
+
+    Raises ConfigError for slices of a card that is not known.
+    """
     names = [d.name.partition(" MIG ")[0] for d in slices or found]
-    card = asked or next((name for name in names if slices or name in CARDS), "NVIDIA H200")
-    if slices and card not in names:
-        raise ConfigError(
-            f"card = {card}, but the slices here are of {names[0]}; drop --card, or add --device "
-            "cpu"
-        )
+    card = next((name for name in names if slices or name in CARDS), "NVIDIA H200")
     if card not in CARDS:
         raise ConfigError(
-            f"card = {card}: its slices are not known here; known: {', '.join(CARDS)}"
+            f"the slices here are of {card}, which is not known; known: {', '.join(CARDS)}"
         )
     return card
 
@@ -370,7 +363,7 @@ def add_rows(
 
     A share of the peak is one of the peak of its slices.
     """
-    from nanoray.bench.simulate import shape_of
+    from nanoray.bench.predicted import shape_of
     from nanoray.models.costs import flops_per_token
 
     timed, copied, *reduced = events

@@ -36,7 +36,6 @@ from nanoray.bench.harness.table import (
 )
 from nanoray.bench.harness.trainings import numbers_of
 from nanoray.config import Config, load_config
-from nanoray.errors import ConfigError
 
 COST = "A/B cost"
 NO_SYNC = "no_sync"
@@ -82,7 +81,6 @@ def _note(report: Report) -> str:
 class OverlapBenchmark(Benchmark):
     """Time a DDP step for several bucket sizes, and the communication that it does not hide."""
 
-    joins_torchrun = True
     # Wrong: arms whose gradients have not the norm of the first bucket size's
     numbers = (
         Number("rounds", "rounds of all sizes", usual=20, few=3),
@@ -132,11 +130,7 @@ class OverlapBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep the bucket sizes and fill the report."""
-        where = where_from(args)
-        if where.workers < 2:
-            raise ConfigError(
-                f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more"
-            )
+        where = where_from(args, least=2)
         asked = None if args.buckets is None else _parse_sizes(args.buckets)
         if args.preset:
             load_config(preset=args.preset)  # refuses one that is not known

@@ -29,7 +29,6 @@ from nanoray.bench.harness.report import Record, Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.harness.trainings import numbers_of
 from nanoray.config import Config, load_config
-from nanoray.errors import ConfigError
 from nanoray.parallel.schedules import SCHEDULES
 
 BASE = "1f1b"
@@ -72,7 +71,6 @@ def _draw_ratios(axes: Any, report: Report) -> None:
 class PipelineBenchmark(Benchmark):
     """Measure how long the stages of a pipeline wait under each schedule."""
 
-    joins_torchrun = True
     # Wrong: ranks whose weights are not those under 1f1b, or whose loss is far from it
     numbers = (
         Number("rounds", "rounds of all arms", usual=10, few=2),
@@ -127,10 +125,8 @@ class PipelineBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
-        where = where_from(args)
+        where = where_from(args, least=2)
         counts = numbers_of(args.micro, "micro", "2,4,8", int)
-        if where.workers < 2:
-            raise ConfigError(f"workers = {where.workers}; a pipeline needs 2 ranks or more")
         arms = arms_of(where.workers, counts, configuration(args, {}).n_layer)
         # What cannot be trained is known before a rank is started
         configs = {name: configuration(args, own) for name, own in arms.items()}

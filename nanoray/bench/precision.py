@@ -192,9 +192,6 @@ class PrecisionBenchmark(Benchmark):
         parser.add_argument(
             "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
         )
-        parser.add_argument(
-            "--workers", type=int, metavar="N", default=1, help="1: this bench is one process"
-        )
         gpu = "cuda: what each mode costs on a GPU, without the studies, whose numbers no device changes [%(default)s]"
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=gpu)
         add_settings_flag(parser, "those of the small model")
@@ -204,11 +201,6 @@ class PrecisionBenchmark(Benchmark):
         steps = args.steps
         rounds = args.rounds
         # Refuse before torch is imported, which takes seconds.
-        if args.workers != 1:
-            raise ConfigError(
-                f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
-                "--workers"
-            )
         if steps < rounds:
             raise ConfigError(f"steps = {steps}, rounds = {rounds}; at least one step a round")
         import torch

@@ -33,8 +33,8 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
-from nanoray.bench.harness.launchers import SAME_LOSS, command, script_command
-from nanoray.bench.harness.processes import ChildFailed, python_in
+from nanoray.bench.harness.launchers import SAME_LOSS
+from nanoray.bench.harness.processes import ChildFailed
 from nanoray.bench.harness.report import Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
 from nanoray.bench.harness.trainings import (
@@ -42,8 +42,8 @@ from nanoray.bench.harness.trainings import (
     add_arms_flag,
     add_training_flags,
     chosen,
+    in_turns,
     planned,
-    rotated,
     words,
 )
 from nanoray.bench.killed import (
@@ -97,33 +97,16 @@ CLEAN_FRACTION = 6  # the time with kills, in multiples of the time without
 def start(plan: BenchPlan, arm: str, steps: int, name: str) -> TrainingProcess:
     """Start a run of an arm, on the plan's head. Leaving its `with` block ends it."""
     folder = plan.folder / name
-    if arm in OF_SCRIPT:
-        argv = script_command(
-            arm,
-            plan.slots.workers,
-            plan.args.device,
-            words({"max_steps": steps, "checkpoint_every": plan.args.checkpoint_every}),
-            plan.address,
-            folder,
-            python_in(plan.folder),
-            restarts=MAX_FAILURES,
-        )
-        return TrainingProcess(argv, plan.env, folder, plan.head)
-    flags = {
+    flags: dict[str, object] = {
         "max_steps": steps,
-        "log_every": 1,
-        "tensorboard": "false",
-        "max_failures": MAX_FAILURES,
         "checkpoint_every": plan.args.checkpoint_every,
-        "placement_timeout_s": 30,
     }
-    recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
-    argv = command(
-        _starter_of(arm), plan.slots.workers, recipe, plan.address, python_in(plan.folder)
-    )
-    if arm == TORCHRUN:
-        # torchrun's own flags must come before `-m nanoray.train`.
-        argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
+    if arm in OF_SCRIPT:
+        own = words(flags)
+    else:
+        flags |= {"log_every": 1, "tensorboard": "false", "placement_timeout_s": 30}
+        own = plan.recipe(flags | {"max_failures": MAX_FAILURES}) + ON_NANORAY.get(arm, [])
+    argv = plan.command(_starter_of(arm), own, folder, restarts=MAX_FAILURES)
     env = plan.env | ON_TORCHFT.get(arm, {})
     return TrainingProcess(argv, env, folder, plan.head)
 
@@ -332,26 +315,22 @@ def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
 
     found: dict[str, list[MeasuredFault]] = {arm: [] for arm in plan.arms}
     rounds = plan.args.kills
+
+    def run(arm: str, turn: int) -> None:
+        # The same moment and rank for all arms of a round
+        moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
+        whom = (moment, turn % plan.slots.workers)
+        reference = of_script if arm in OF_SCRIPT else of_recipe
+        kill = _kill_once(plan, arm, turn, whom, reference)
+        found[arm].append(kill)
+        say(
+            f"kill {turn + 1}/{rounds}  {arm:<12}  rank {kill.rank} after step "
+            f"{kill.step}  stands still {kill.standstill_s:.2f} s  {kill.repeated} "
+            f"steps repeated  {kill.wrong} wrong"
+        )
+
     with part(plan.report, lambda: _add_kills(plan, found)):
-        for turn in range(rounds):
-            # The same moment and rank for all arms of a round
-            moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
-            whom = (moment, turn % plan.slots.workers)
-            for arm in rotated(plan.arms, turn):
-                if arm in plan.broken:
-                    continue
-                reference = of_script if arm in OF_SCRIPT else of_recipe
-                try:
-                    kill = _kill_once(plan, arm, turn, whom, reference)
-                except ChildFailed as error:
-                    plan.fail(arm, error)
-                    continue
-                found[arm].append(kill)
-                say(
-                    f"kill {turn + 1}/{rounds}  {arm:<12}  rank {kill.rank} after step "
-                    f"{kill.step}  stands still {kill.standstill_s:.2f} s  {kill.repeated} "
-                    f"steps repeated  {kill.wrong} wrong"
-                )
+        in_turns(plan.arms, rounds, plan.broken, run, plan.fail)
 
 
 def _train_reference(plan: BenchPlan, arms: list[str]) -> dict[int, float]:

@@ -1,9 +1,9 @@
 """`python -m nanoray.bench scaling`: fit what communication costs, predict steps, check them.
 
-    sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
+    fit        the backend's all-reduces at --workers ranks (2)          -> alpha and beta
     parts      forward, backward and optimizer there, without exchange   -> compute (step_parts.py)
-    predict    the simulated step of DDP at 2, 3 and 4 ranks, next to the measured one, round by round
-    topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
+    predict    the predicted step of DDP at 2, 3 and 4 ranks, next to the measured one, round by round
+    topologies the same prediction from 1 to 16,384 ranks, on links that a YAML file describes
 
 What the model assumes of this machine. All ranks are equal. Ranks on CPU share the cores fairly:
 compute keeps a core per thread busy, a collective as many as its CPU seconds over its time, both
@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from nanoray.bench.algorithms import BACKEND
+from nanoray.bench.algorithms import ENTRY as SWEEP
 from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.fit import Fit, fit
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
@@ -35,24 +37,21 @@ from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe,
 from nanoray.bench.harness.report import Record, Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.harness.trainings import numbers_of, rotated
-from nanoray.bench.simulate import (
+from nanoray.bench.predicted import (
     MEASURED,
     PREDICTED,
-    Work,
+    FittedLinks,
+    OneAlgorithm,
     add_error_target,
     add_step_rows,
-    cost_of,
     draw_steps,
-    model_work,
     percent_of_error,
-    scaling,
-    shape_of,
-    work_of,
+    predict_step,
+    speed_of,
 )
 from nanoray.bench.step_parts import (
     COLLECTIVES,
     COMPUTE,
-    PARTS,
     PLAIN,
     fastest_turns,
     one_micro_batch,
@@ -67,14 +66,15 @@ from nanoray.cli.forecast.links import (
     load_topology,
     topology_names,
 )
-from nanoray.cli.forecast.simulate import SimulatedStep, simulate
+from nanoray.cli.forecast.predict import Prediction, Speed
 from nanoray.config import Config, load_config
+from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.machine.host import available_cpus
+from nanoray.parallel.ddp import default_bucket_mb
 
 THIS_MACHINE = "this-machine"  # a topology that is measured
 PRESET = "shakespeare-cpu"  # whose step is measured
-SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 RANKS = [2**i for i in range(15)]
 SHOWN = (1, 8, 64, 512, 4096, 16384)
 CPU_BYTES = (1 << 12, 1 << 18, 1 << 22)  # of the all-reduces whose CPU time is measured
@@ -129,22 +129,24 @@ CHECK = Table(
 OVERVIEW = Table(_curves_of, (names("step ms (efficiency %) at ranks"), *map(_predicted_at, SHOWN)))
 
 
-def _draw_schedule(axes: Any, report: Report) -> None:
-    """Draw a bar per event of a predicted schedule, on a track each for compute and links."""
+def _draw_parts(axes: Any, report: Report) -> None:
+    """Draw what the predicted steps consist of; of earlier reports the schedule of one of them."""
+    rows = with_values(report, PREDICTED)
+    events = rows[-1].extra.get("events") if rows else None
+    if events is None:
+        exposed = [row.extra["exposed_ms"] for row in rows]
+        compute = [row.median - ms for row, ms in zip(rows, exposed, strict=True)]
+        arms = [row.arm for row in rows]
+        axes.barh(arms, compute, label="compute")
+        axes.barh(arms, exposed, left=compute, label="exposed communication")
+        axes.set_title("predicted step, by parts")
+        return
     colours = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}
-    rows = [row for row in report.rows if row.metric == PREDICTED]
-    events = rows[-1].extra["events"] if rows else []
     for track, name, start_s, end_s in events:
-        width_ms = 1e3 * (end_s - start_s)
         colour = colours.get(name, "tab:orange")
-        axes.barh(track, width_ms, left=1e3 * start_s, color=colour, edgecolor="white")
-
-        # Only wide bars have room for a name
-        if end_s - start_s > 0.03 * events[-1][3]:
-            middle_ms = 500 * (start_s + end_s)
-            style = {"ha": "center", "va": "center", "fontsize": 6, "rotation": 90}
-            axes.text(middle_ms, track, name, **style)
-    axes.set_title(f"predicted schedule, {rows[-1].arm if rows else ''} ranks")
+        style = {"color": colour, "edgecolor": "white"}
+        axes.barh(track, 1e3 * (end_s - start_s), left=1e3 * start_s, **style)
+    axes.set_title(f"predicted schedule, {rows[-1].arm} ranks")
 
 
 def _draw_curves(what: str, axes: Any, report: Report) -> None:
@@ -182,7 +184,7 @@ class ScalingBenchmark(Benchmark):
                 },
                 {"fontsize": 8},
             ),
-            Panel(_draw_schedule, {"xlabel": "ms"}, down=True),
+            Panel(_draw_parts, {"xlabel": "ms"}, {"fontsize": 8}, down=True),
             Panel(
                 partial(_draw_curves, "step"),
                 {
@@ -226,20 +228,13 @@ class ScalingBenchmark(Benchmark):
             default="gpt2-124m",
             help="preset whose size topologies with a peak run [gpt2-124m]",
         )
-        parser.add_argument(
-            "--compute_ms",
-            type=float,
-            help="forward and backward of its micro batch [from peak and MFU]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
-        """Sweep, fit, predict and measure; then predict the topologies."""
+        """Fit, predict and measure; then predict the topologies."""
         where = where_from(args)
         if not args.workers:
             where = replace(where, workers=2)
         checks = _checks(args.check, where.workers)
-        if args.compute_ms is not None and args.compute_ms <= 0:
-            raise ConfigError(f"compute_ms = {args.compute_ms}; it must be above 0")
         wanted = [args.topology]
         if args.topology == "all":
             wanted = [*topology_names(), THIS_MACHINE]
@@ -251,7 +246,7 @@ class ScalingBenchmark(Benchmark):
         # Fit what an all-reduce costs, at the base ranks
         with RankPool(where) as pool:
             describe(report, pool)
-            fits = _sweep(pool, report, args.quick)
+            link = _fit_backend(pool, report, args.quick)
 
         # Measure steps, at the base ranks and, if they fit on this machine, at more
         there = replace(where, threads=max(1, int(available_cpus()) // max(where.workers, *checks)))
@@ -263,7 +258,7 @@ class ScalingBenchmark(Benchmark):
                 report.add(f"{n} ranks", MEASURED, "ms", (), skipped=str(error))
         turns = 1 if args.quick else TURNS
         here = MachineSteps(where.workers, load_config(preset=PRESET, overrides=PLAIN))
-        with part(report, lambda: _compare(report, here, fits["backend"])), ExitStack() as stack:
+        with part(report, lambda: _compare(report, here, link)), ExitStack() as stack:
             # On this machine all of them live as long as it takes; a cluster may have room for one.
             living = {}
             if where.launcher == "processes":
@@ -275,7 +270,7 @@ class ScalingBenchmark(Benchmark):
             here.measure(list(pools), pool_of, args.rounds, turns, args.steps)
         if not report.failures:
             if THIS_MACHINE in wanted:
-                topologies[THIS_MACHINE] = this_machine(fits["backend"].link)
+                topologies[THIS_MACHINE] = this_machine(link.link)
             _predict(args, report, topologies, model, here)
 
     def format_text(self, report: Report) -> list[str]:
@@ -297,37 +292,26 @@ def _checks(text: str | None, base: int) -> list[int]:
     return checks
 
 
-def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
-    """Measure every all-reduce at the pool's ranks; add the rows of what could be fitted."""
-    order: Record = {"algorithms": SWEEP, "dtype": "float32", "iters": 5 if quick else 25}
+def _fit_backend(pool: RankPool, report: Report, quick: bool) -> Fit:
+    """Measure the backend's all-reduce at the pool's ranks, and add the rows of the fitted link."""
+    order: Record = {"algorithms": [BACKEND], "dtype": "float32", "iters": 5 if quick else 25}
     order["sizes"] = [1 << 10, 1 << 16, 1 << 22] if quick else [4**i << 10 for i in range(8)]
-    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    skipped = set[str]()
-    wrong: dict[str, int] = defaultdict(int)
-    for event in pool.run("nanoray.bench.algorithms:sweep_rank", order):
-        name = event["algorithm"]
-        if "skipped" in event:
-            if name not in skipped:
-                report.add(f"fit {name}", "alpha", "us", (), skipped=event["skipped"])
-            skipped.add(name)
-            continue
-        points[name].append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
-        wrong[name] += event["wrong"]
+    points = []
+    wrong = 0
+    for event in pool.run(SWEEP, order):
+        points.append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
+        wrong += event["wrong"]
     ranks = len(pool.facts)
-    fits = {name: fit(own, name, ranks) for name, own in points.items()}
-    for name, fitted in fits.items():
-        arm = f"fit {name}"
-        alpha_us = 1e6 * fitted.alpha_s
-        beta_us_per_mb = 1e12 * fitted.beta_s_per_byte
-        errors = [100 * abs(residual) for residual in fitted.residuals]
-        note = f"{ranks} ranks, {fitted.smallest_bytes} .. {fitted.largest_bytes} bytes"
-        extra = asdict(fitted)
-        report.add(arm, "alpha", "us", alpha_us, note, wrong=wrong[name], extra=extra)
-        report.add(arm, "beta", "us/MB", beta_us_per_mb)
-        sizes = {"points": points[name]}
-        residual = report.add(arm, "residual", "%", errors, "one per size", extra=sizes)
-        say(f"fit    {name:<19} alpha {alpha_us:.1f} us  residual {number(residual.median)} %")
-    return fits
+    link = fit(points, BACKEND, ranks)
+    arm = f"fit {BACKEND}"
+    alpha_us = 1e6 * link.alpha_s
+    errors = [100 * abs(residual) for residual in link.residuals]
+    note = f"{ranks} ranks, {link.smallest_bytes} .. {link.largest_bytes} bytes"
+    report.add(arm, "alpha", "us", alpha_us, note, wrong=wrong, extra=asdict(link))
+    report.add(arm, "beta", "us/MB", 1e12 * link.beta_s_per_byte)
+    residual = report.add(arm, "residual", "%", errors, "one per size", extra={"points": points})
+    say(f"{arm}  alpha {alpha_us:.1f} us  residual {number(residual.median)} %")
+    return link
 
 
 @dataclass
@@ -339,7 +323,7 @@ class MachineSteps:
     cores: float = math.inf  # of all ranks together; no limit on GPUs
     threads: int = 1
     lanes: int = 1
-    bucket_mb: float = 0.0  # of DDP
+    device: str = "cpu"  # its kind
     # By sequences of a rank, one per round
     compute: dict[int, list[Record]] = field(default_factory=lambda: defaultdict(list))
     # By (ranks, sequences of each), seconds, one per round
@@ -360,7 +344,6 @@ class MachineSteps:
         steps: int,
     ) -> None:
         """Measure compute at the base ranks, and steps at every number of ranks, in each round."""
-        from nanoray.parallel.ddp import default_bucket_mb
 
         def run(n: int, function: str, order: Record) -> list[Record]:
             with pool_of(n) as pool:
@@ -370,7 +353,7 @@ class MachineSteps:
             facts = most.facts
             self.lanes = LANES[most.backend]
         device = torch.device(facts[0]["device"])
-        self.bucket_mb = default_bucket_mb(device)
+        self.device = device.type
         common = {"preset": PRESET, "micro": self.batch}
         if device.type == "cpu":
             self.cores = available_cpus() * len({fact["host"] for fact in facts})
@@ -410,25 +393,21 @@ class MachineSteps:
                 turns_of = [event for event in alone if event["micro"] == micro]
                 self.compute[micro].append(min(turns_of, key=seconds_of))
 
-    def work(self, batch: int, turn: int | None = None) -> Work:
-        """Return the compute of a rank with `batch` sequences: of a round, or of the median one."""
+    def speed(self, batch: int, turn: int | None = None) -> Speed:
+        """Return how fast a rank with `batch` sequences computes: in a round, or in the median one."""
         rounds = self.compute[batch]
         if turn is None:
             rounds = sorted(rounds, key=seconds_of)
             turn = len(rounds) // 2
-        forward_s, backward_s, update_s = (rounds[turn][part] for part in PARTS)
-        passes = (forward_s / batch, backward_s / batch)
-        return work_of(shape_of(self.config), self.bucket_mb, batch, *passes, update_s)
+        return speed_of(self.config, rounds[turn], batch)
 
-    def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> SimulatedStep:
-        """Simulate a step of `ranks` ranks from the compute measured in the same round."""
-        return simulate(
-            self.work(batch, turn).step(batch),
-            lambda nbytes: cost_of(ranks, nbytes, link, self.cpu),
-            self.lanes,
-            self.cores / ranks,
-            self.threads,
-        )
+    def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> Prediction:
+        """Predict a step of `ranks` ranks from the compute measured in the same round."""
+        cpu = {"all_reduce": self.cpu} if self.cpu else {}
+        network = FittedLinks({"all_reduce": link}, cpu, self.lanes)
+        share = {"cores": self.cores / ranks, "threads": self.threads}
+        speed = replace(self.speed(batch, turn), **share)
+        return predict_step(self.config, Layout(dp=ranks), batch, network, speed, self.device)
 
 
 def _compare(report: Report, here: MachineSteps, link: Fit) -> None:
@@ -449,26 +428,20 @@ def _compare(report: Report, here: MachineSteps, link: Fit) -> None:
         arm = f"{mode} {ranks}"
         plans = [here.predict(ranks, batch, turn, link) for turn in range(len(measured))]
 
-        # The row keeps one schedule: that of the median step
         extra: Record = {"mode": mode, "ranks": ranks, "sequences": batch}
         middle = sorted(plans, key=lambda plan: plan.step_s)[len(plans) // 2]
-        shares = {
-            "exposed_ms": 1e3 * middle.exposed_s,
-            "busy_ms": 1e3 * middle.busy_s,
-            "events": middle.events,
-        }
-        exposed = f"{1e3 * middle.exposed_s:.1f} of {1e3 * middle.busy_s:.1f} ms exposed"
-        note = f"{batch} sequences a rank; {exposed}"
+        exposed_ms = 1e3 * middle.parts["dp"]
+        note = f"{batch} sequences a rank; {exposed_ms:.1f} ms exposed"
 
-        # Sizes outside of the fitted range
-        for nbytes in sorted({bucket.nbytes for bucket in here.work(batch).buckets}):
-            remark = link.outside(nbytes)
-            if remark:
-                note += f"; {remark}"
+        # Buckets outside of the fitted range
+        remark = link.outside(round(default_bucket_mb(torch.device(here.device)) * 2**20))
+        if remark:
+            note += f"; {remark}"
 
         notes = (f"{batch} sequences a rank", note)
         predicted = [plan.step_s for plan in plans]
-        error = add_step_rows(report, arm, measured, predicted, notes, extra, shares)
+        of_prediction = {"exposed_ms": exposed_ms}
+        error = add_step_rows(report, arm, measured, predicted, notes, extra, of_prediction)
         if ranks != here.base:
             add_error_target(report, error, f"{arm} ranks")
 
@@ -497,33 +470,53 @@ def _predict(
     Its extra keys hold the steps of every algorithm.
     """
     for name, topology in topologies.items():
-        # A topology with a peak runs the model of --model, this machine the step measured here
+        # A topology with a peak runs the model of --model on GPUs, one without it this machine's step
         if topology.peak_tflops:
-            work = model_work(model, topology, args.compute_ms)
-            preset = args.model
+            config, preset, device = model, args.model, "cuda"
+            micro = model.micro_batch_size or model.global_batch_size
+            speed = Speed.of(topology)
         else:
-            work = here.work(here.batch)
-            preset = PRESET
-        what = f"{preset}, {work.micro} sequences a rank at once"
-        compute_ms = 1e3 * (work.forward_s + work.backward_s) * work.micro
-        report.conditions[name] = (
-            f"{topology.note}; {what}, forward and backward {compute_ms:.1f} ms"
-        )
-        largest = max(b.nbytes for b in work.buckets)
-        for mode, total in (("weak", None), ("strong", args.global_batch)):
-            points = {}
-            for algorithm in ("best", *MODELS):
-                points[algorithm] = scaling(topology, work, RANKS, algorithm, total)
+            config, preset, device = here.config, PRESET, here.device
+            micro = here.batch
+            speed = here.speed(micro)
+        bucket = round((config.bucket_mb or default_bucket_mb(torch.device(device))) * 2**20)
 
-            for i, point in enumerate(points["best"]):
-                chosen = best(topology, point.ranks, largest)
+        def step_of(
+            ranks: int,
+            sequences: int,
+            algorithm: str,
+            config: Config = config,
+            micro: int = micro,
+            topology: Topology = topology,
+            speed: Speed = speed,
+            device: str = device,
+        ) -> Prediction:
+            # As many sequences at once as fit, and as divide a rank's own
+            own = max(m for m in range(1, micro + 1) if sequences // ranks % m == 0)
+            network = OneAlgorithm(topology, algorithm)
+            layout = Layout(dp=ranks)
+            return predict_step(config, layout, own, network, speed, device, sequences)
+
+        alone_s = step_of(1, micro, "best").step_s
+        what = f"{preset}, {micro} sequences a rank at once"
+        report.conditions[name] = f"{topology.note}; {what}, alone in {1e3 * alone_s:.1f} ms"
+        for mode, total in (("weak", None), ("strong", args.global_batch)):
+            alone_s = step_of(1, total or micro, "best").step_s
+            # In strong scaling all ranks share the batch, each at least a sequence
+            for ranks in (n for n in RANKS if not total or total % n == 0):
+                sequences = total or ranks * micro
+                steps = {how: step_of(ranks, sequences, how) for how in ("best", *MODELS)}
+                step = steps["best"]
+                efficiency = alone_s / step.step_s / (ranks if total else 1)
+                chosen = best(topology, ranks, bucket)
                 extra: Record = {"topology": name, "mode": mode, "algorithm": chosen}
-                extra |= point._asdict()
-                extra["step_ms"] = {
-                    algorithm: 1e3 * own[i].step_s for algorithm, own in points.items()
+                extra |= {"ranks": ranks, "sequences": sequences // ranks, "step_s": step.step_s}
+                extra |= {
+                    "efficiency": efficiency,
+                    "exposed_share": step.parts["dp"] / step.step_s,
+                    "step_ms": {how: 1e3 * each.step_s for how, each in steps.items()},
                 }
-                arm = f"{name} {mode} {point.ranks}"
-                percent = 100 * point.efficiency
+                arm = f"{name} {mode} {ranks}"
                 note = f"best: {chosen}"
-                report.add(arm, "efficiency", "%", percent, note, extra=extra)
+                report.add(arm, "efficiency", "%", 100 * efficiency, note, extra=extra)
         say(f"predicted  {name}")

@@ -12,8 +12,6 @@ A ladder per preset: each rung is the `base` with one thing changed.
     bf16 + plain attention    --precision bf16 --attention plain
     one thread                the base on one of the cores
     two ranks                 one rank per core, on two cores
-    two ranks + pinned        the same, each kept to a core of its own
-    two ranks + zero1         the same with --dp_mode zero1: each rank updates half of the weights
     two ranks + audit 10      two ranks with --audit_every 10, and 1: beside two ranks, what an audit costs
     eager loop                a peer: the loop that people write first (compute.py)
     eager loop + kept memory  the same, and glibc keeps freed memory, as every nanoray rank lets it
@@ -22,14 +20,14 @@ A ladder per preset: each rung is the `base` with one thing changed.
 All arms of a preset stay alive and run blocks of steps in turn; products of two large matrices, in
 float32 and in bf16, run in the same rounds and are the ceiling that `of peak` refers to. Batches
 are smaller than a preset's where a step would take too long, and the notes list them. The
-loss is that of the last step: all arms but the peers saw the same samples. With dropout it is shown
+loss is that of the tenth step: all arms but the peers saw the same samples. With dropout it is shown
 and not compared, because other kernels draw other masks.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,7 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, with_values
-from nanoray.bench.harness.processes import scratch_folder
+from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.harness.trainings import chosen, settings_of
@@ -47,10 +45,9 @@ from nanoray.bench.ladder import (
     MEMORY,
     PRODUCTS,
     TOKENS,
-    Climb,
+    Ladder,
     add_ladder_flags,
     draw_rungs,
-    environment_of,
     measured_arms,
     panels_of,
     product_flops,
@@ -87,8 +84,6 @@ RUNGS: dict[str, Record] = {
     BEST: {"precision": "bf16", "attention": "plain"},
     "one thread": {"_threads": 1},
     TWO: {"_ranks": 2},
-    f"{TWO} + pinned": {"_ranks": 2, "_pinned": True},
-    f"{TWO} + zero1": {"_ranks": 2, "dp_mode": "zero1"},
     f"{TWO} + audit 10": {"_ranks": 2, "audit_every": 10},
     f"{TWO} + audit 1": {"_ranks": 2, "audit_every": 1},
     EAGER: {"_eager": True},
@@ -98,11 +93,8 @@ ARMS = (*RUNGS, PEER)
 PEAK = "of peak"
 READY = "until ready"
 SIZE = 1024  # rows and columns of the matrices of a product
-LOSS_STEP = 20  # at most: later, roundings of another order have grown into another run
 GIB_PER_ARM = 2.8  # of the largest ladder
-BLOCK_MS = 3000.0  # of the base; all arms do as many steps
-PRODUCTS_PER_BLOCK = 50
-FEW_PRODUCTS = 2  # with --quick: where bf16 is emulated each takes a fifth of a second
+BLOCK_MS = 3000.0
 LEAST_OF_PEER = 5  # steps: it starts anew in each round
 # Times nanoGPT: in float32, in bf16 with units
 AIMS = {"shakespeare-cpu": (1.1, 1.4), "shakespeare-char": (1.15, 2.5)}
@@ -221,11 +213,11 @@ class StepBenchmark(Benchmark):
         # not fit.
         for name in presets:
             with scratch_folder() as folder, ExitStack() as stack:
-                climb = _prepare(args, report, name, overrides, folder)
+                ladder = _prepare(args, report, name, overrides, folder)
                 wanted = [arm for arm in LADDERS[name].rungs if arm in arms]
-                with part(report, lambda climb=climb: _add_rows(climb)):  # type: ignore[misc]
-                    _start_all(climb, wanted, stack)
-                    _run_rounds(climb)
+                with part(report, lambda ladder=ladder: _add_rows(ladder)):  # type: ignore[misc]
+                    _start_all(ladder, wanted, stack)
+                    ladder.run_rounds(args.rounds, BLOCK_MS)
 
     def notes(self, report: Report) -> list[str]:
         """Return the products, the ratios to two ranks, and the arms that were left out."""
@@ -243,56 +235,63 @@ class StepBenchmark(Benchmark):
 
 def _prepare(
     args: argparse.Namespace, report: Report, name: str, overrides: dict[str, str], folder: Path
-) -> Climb:
+) -> Ladder:
     """Return the ladder of one preset, with its configuration and data."""
-    # Random tokens log every step, because so large a model does only a few of them.
     own = LADDERS[name]
-    settings = {**own.settings, "precision": "fp32", "log_every": 1 if own.tokens else 5}
-    settings |= {"hash_every": 0, "tensorboard": False} | overrides
-    # No arm may see a GPU.
-    env = environment_of(folder, name)
-    return Climb.of_preset(args, report, name, folder, env, "cpu", settings, vocab_size=own.tokens)
+    settings = {**own.settings, "precision": "fp32", "log_every": 5, "hash_every": 0} | overrides
+    return Ladder.of_preset(args, report, name, folder, "cpu", settings, own.tokens)
 
 
-def _start_all(climb: Climb, arms: list[str], stack: ExitStack) -> None:
-    """Start every arm, and the products; wait until each is ready for its first step."""
+def _start_all(ladder: Ladder, arms: list[str], stack: ExitStack) -> None:
+    """Start every arm, and the products; wait until each has done a first step."""
 
-    # Skip the ladder before the machine swaps: a swapping arm measures the disk. With --set the
-    # model may be any size, and this estimate says nothing about it.
-    name = climb.name
-    need = GIB_PER_ARM * len({*arms} - {PEER}) if LADDERS[name].tokens else 0.0
+    # Skip the ladder before the machine swaps: a swapping arm measures the disk. With --settings
+    # the model may be any size, and this estimate says nothing about it.
+    args = ladder.args
+    need = GIB_PER_ARM * len({*arms} - {PEER}) if LADDERS[ladder.name].tokens else 0.0
     free = available_memory_bytes() / 2**30
-    if need > free and not climb.args.settings:
+    if need > free and not args.settings:
         for arm in arms:
-            climb.skipped[arm] = (
+            ladder.skipped[arm] = (
                 f"all arms together need {need:.0f} GiB, and {free:.0f} GiB are free"
             )
         return
 
     # The ceiling of `of peak`.
     for dtype in ("float32", "bfloat16"):
-        climb.start(f"{PRODUCTS} {dtype}", [products(_size_of(dtype), dtype)], stack)
+        ladder.start(f"{PRODUCTS} {dtype}", products(_size_of(dtype), dtype), stack)
 
     # Only what this machine can run is started; the rest appears in the report with its
     # reason.
     for arm in arms:
         if arm == PEER:
-            if climb.args.nanogpt is None:
-                climb.skipped[arm] = "--nanogpt names no folder"
+            if args.nanogpt is None:
+                ladder.skipped[arm] = "--nanogpt names no folder"
+            else:
+                ladder.scripts[arm] = _nanogpt(ladder)
             continue
+        own = RUNGS[arm]
         if arm.startswith(TWO) and available_cpus() < 2:
-            climb.skipped[arm] = "one core is no place for two ranks"
+            ladder.skipped[arm] = "one core is no place for two ranks"
             continue
-        reason = cannot_compile("cpu") if RUNGS[arm].get("compile") else None
+        reason = cannot_compile("cpu") if own.get("compile") else None
         if reason:
-            climb.skipped[arm] = f"compile = true {reason}"
+            ladder.skipped[arm] = f"compile = true {reason}"
             continue
-        say(f"start  {climb.arm(arm)}")
-        climb.start(arm, climb.orders(arm, RUNGS[arm]), stack)
+        say(f"start  {ladder.arm(arm)}")
+        where = {"ranks": own.get("_ranks", 1), "threads": own.get("_threads", 0)}
+        ladder.start(arm, ladder.open(arm, own), stack, **where)
         # Once more, from the cache that the first start has left
-        if arm == "compile" and arm in climb.ranks:
-            climb.ranks.pop(arm).end()
-            climb.start(arm, climb.orders(arm, RUNGS[arm]), stack)
+        if arm == "compile" and arm in ladder.pools:
+            ladder.pools.pop(arm).end()
+            ladder.start(arm, ladder.open(arm, own), stack, **where)
+
+
+def _nanogpt(ladder: Ladder) -> Callable[[int], float]:
+    """Return the function that runs steps of nanoGPT's script, which starts anew for each block."""
+    peer = NanoGPT(ladder.args.nanogpt, ladder.config, ladder.data, ladder.folder)
+    env = {**arm_environment(), **ladder.caches, "CUDA_VISIBLE_DEVICES": ""}
+    return lambda steps: peer.step_ms(max(LEAST_OF_PEER, steps), env, ladder.timeout_s)
 
 
 def _size_of(dtype: str) -> int:
@@ -300,85 +299,50 @@ def _size_of(dtype: str) -> int:
     return SIZE if dtype == "float32" or cpu_features() & BF16_UNITS else SIZE // 2
 
 
-def _run_rounds(climb: Climb) -> None:
-    """Let all arms run one block after the other, round by round in rotating order."""
-
-    # nanoGPT's script cannot run block by block: it starts anew in each round and warms up by
-    # itself.
-    args = climb.args
-    peer = None
-    if args.nanogpt and PEER in _rungs_of(climb) and PEER in chosen(args.arms, ARMS):
-        peer = NanoGPT(args.nanogpt, climb.config, climb.data, climb.folder)
-
-    def block(arm: str, counts: bool) -> dict[str, float]:
-        if peer and arm == PEER:
-            if not counts:
-                return {}
-            steps = max(LEAST_OF_PEER, climb.steps)
-            return {"step_ms": peer.step_ms(steps, climb.env, args.timeout_s)}
-        # A step that does not count: while the arm slept, others had the caches, and idle memory
-        # may be gone.
-        climb.ranks[arm].block(1, args.timeout_s)
-        steps = climb.steps
-        if arm.startswith(PRODUCTS):
-            steps = FEW_PRODUCTS if args.quick else PRODUCTS_PER_BLOCK
-        return climb.ranks[arm].block(steps, args.timeout_s)
-
-    # As many steps as fill BLOCK_MS with the base, for all arms
-    def steps_for(settled_ms: Mapping[str, float]) -> int:
-        if args.quick or BASE not in settled_ms:
-            return climb.steps
-        return max(1, round(BLOCK_MS / settled_ms[BASE]))
-
-    climb.run_rounds([*climb.ranks, *([PEER] if peer else [])], args.rounds, block, steps_for)
-
-
-def _rungs_of(climb: Climb) -> tuple[str, ...]:
-    return LADDERS[climb.name].rungs
-
-
-def _add_rows(climb: Climb) -> None:
+def _add_rows(ladder: Ladder) -> None:
     """Add the rows and targets of one ladder, while its processes live."""
     # The FLOP/s that the products reached on this machine.
     peaks: dict[str, list[float]] = {}
     for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
         arm = f"{PRODUCTS} {dtype}"
         size = _size_of(dtype)
-        peaks[precision] = [product_flops(size) / ms / 1e6 for ms in climb.step_ms.get(arm, [])]
-        note = f"matrices of {size} x {size}, {climb.threads} thread(s)"
-        climb.add(arm, PRODUCTS, "GFLOP/s", peaks[precision], note)
-    config = climb.config
+        peaks[precision] = [product_flops(size) / ms / 1e6 for ms in ladder.step_ms.get(arm, [])]
+        note = f"matrices of {size} x {size}, {max(1, int(available_cpus()))} thread(s)"
+        ladder.add(arm, PRODUCTS, "GFLOP/s", peaks[precision], note)
+    config = ladder.config
     tokens = config.global_batch_size * config.block_size
-    what = f"{config.global_batch_size} sequences of {config.block_size} tokens, blocks of {climb.steps}"
+    what = f"{config.global_batch_size} sequences of {config.block_size} tokens"
 
     # A failed or skipped arm gets its row of tokens, which carries the reason, and no others.
-    for arm in _rungs_of(climb):
-        if arm not in (*climb.step_ms, *climb.failed, *climb.skipped):
+    for arm in LADDERS[ladder.name].rungs:
+        if arm not in (*ladder.step_ms, *ladder.failed, *ladder.skipped):
             continue
-        rate = [1e3 * tokens / ms for ms in climb.step_ms.get(arm, [])]
-        climb.add(arm, TOKENS, "1/s", rate, what)
+        rate = [1e3 * tokens / ms for ms in ladder.step_ms.get(arm, [])]
+        ladder.add(arm, TOKENS, "1/s", rate, what)
         if not rate:
             continue
         precision = str(RUNGS.get(arm, {}).get("precision", "fp32"))
-        flops = climb.flops_per_token(BASE)
+        flops = ladder.flops_per_token(BASE)
         of_peak = zip(rate, peaks[precision], strict=False)
         shares = [100 * flops * each / (1e9 * peak) for each, peak in of_peak]
-        climb.add(arm, PEAK, "%", shares, f"of products in {precision}")
+        ladder.add(arm, PEAK, "%", shares, f"of products in {precision}")
 
         # nanoGPT runs once per round and is gone at the end: it has no memory and no start to
         # report.
-        if arm in climb.ranks:
-            pids = (child.process.pid for child in climb.ranks[arm].children)
+        if arm in ladder.pools:
+            pids = (fact["pid"] for fact in ladder.pools[arm].facts)
             mib = sum(resident_bytes("VmHWM", pid) for pid in pids) / 2**20
-            climb.add(arm, MEMORY, "MiB", mib, "most resident, all ranks")
-            cold, *again = climb.ready_s[arm]
-            note = f"from a cache {again[0]:.1f} s" if again else "process, imports, model, warm-up"
+            ladder.add(arm, MEMORY, "MiB", mib, "most resident, all ranks")
+            cold, *again = ladder.ready_s[arm]
+            note = (
+                f"from a cache {again[0]:.1f} s" if again else "process, imports, model, first step"
+            )
             cached = {"cached_s": again[0]} if again else {}
-            climb.add(arm, READY, "s", cold, note, extra=cached)
+            ladder.add(arm, READY, "s", cold, note, extra=cached)
 
     # The base has the samples of all arms; only the order of sums differs.
-    climb.compare_losses(BASE, LOSS_STEP)
-    add_targets(climb.report, [climb.name])
+    ladder.compare_losses(BASE)
+    add_targets(ladder.report, [ladder.name])
 
 
 def add_targets(report: Report, presets: list[str]) -> None:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from nanoray.bench.harness.report import Emit, Record
-from nanoray.bench.simulate import shape_of
+from nanoray.bench.predicted import shape_of
 from nanoray.config import load_config
 from nanoray.parallel.mesh import Mesh
 

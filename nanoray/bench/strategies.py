@@ -43,10 +43,9 @@ from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.harness.trainings import add_arms_flag, add_settings_flag, chosen, settings_of
-from nanoray.config import Config, load_config, make_config, resolve_batch
+from nanoray.config import Config, load_config, resolve_batch
 from nanoray.config.layout import Layout
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
-from nanoray.errors import ConfigError
 
 MODES: dict[str, Record] = {
     mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")
@@ -80,7 +79,6 @@ AXES: dict[str, Record] = {
     f"{EXPERTS} ep 2": _EXPERTS | {"ep": 2},
 }
 ARMS = DATA_ARMS | HYBRID | COMPRESSED | AXES
-ONLY_GPT = AXES
 P95 = "p95 step"
 SAMPLES = "samples"
 TOKENS = "tokens"
@@ -92,14 +90,6 @@ STATE_ERROR = "state, error"
 PEAK = "peak"
 PEAK_FORMULA = "peak, formula"
 PEAK_ERROR = "peak, error"
-RESNET = {
-    "model": "resnet",
-    "optimizer": "sgd",
-    "momentum": 0.9,
-    "lr": 0.1,
-    "grad_clip": 0.0,
-    "global_batch_size": 64,
-}
 KEPT = ("parameters", "gradients", "optimizer", "mirror")  # between two steps
 LARGE_MIB = 16  # of state: what resident memory is judged from
 SAME_LOSS = 1e-3  # relative: all arms learn from the same batches
@@ -136,7 +126,6 @@ def _panel(metric: str, title: str, legend: Mapping[str, Any] | None = None) -> 
 class StrategiesBenchmark(Benchmark):
     """Compare step time and memory of DDP, ZeRO and FSDP."""
 
-    joins_torchrun = True
     # Wrong: arms whose final loss is not that of the first with the same model, to 0.1 %
     numbers = (
         Number("rounds", "rounds of all arms", usual=10, few=2),
@@ -174,32 +163,27 @@ class StrategiesBenchmark(Benchmark):
         """Add this benchmark's flags."""
         add_where_flags(parser)
         parser.add_argument(
-            "--model",
-            choices=("gpt", "resnet"),
-            default="gpt",
-            help="what is trained [%(default)s]",
-        )
-        parser.add_argument(
-            "--preset",
-            help="a gpt's sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]",
+            "--preset", help="sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]"
         )
         add_settings_flag(parser, "the preset's")
         add_arms_flag(parser, ARMS)
-        how = "activation checkpointing of every arm's second run, of a gpt [%(default)s; none: no second runs]"
+        how = (
+            "activation checkpointing of every arm's second run [%(default)s; none: no second runs]"
+        )
         parser.add_argument(
             "--checkpointing", choices=("block", "selective", "none"), default="block", help=how
         )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Time all arms on the same ranks, measure memory on fresh ones, and fill the report."""
-        where = where_from(args)
-        if where.workers < 2:
-            raise ConfigError(f"workers = {where.workers}; 2 is the least")
+        where = where_from(args, least=2)
         arms = _arms_of(args, where.workers, report)
 
         def configs(preset: str) -> dict[str, Config]:
-            given = {"model": args.model, "preset": preset, "overrides": settings_of(args)}
-            return {arm: configuration(given, own, where.workers) for arm, own in arms.items()}
+            given = settings_of(args)
+            return {
+                arm: configuration(preset, given, own, where.workers) for arm, own in arms.items()
+            }
 
         # Refuse impossible settings now, before a rank is started
         trained = configs(args.preset or "shakespeare-cpu")
@@ -218,15 +202,13 @@ class StrategiesBenchmark(Benchmark):
         with ranks_for(report, where, add_time_rows) as pool:
             if not args.preset and pool.facts[0]["device"] != "cpu":
                 trained = configs("gpt2-124m")
-            order = order_of(
-                trained, args.rounds, args.steps, [COMMUNICATION], args.model, mirrored
-            )
+            order = order_of(trained, args.rounds, args.steps, [COMMUNICATION], mirrored)
             rounds = f"{args.rounds} rounds of {args.steps} steps, random data"
             collect(pool.run(TIME_ENTRY, order), report, found, rounds)
 
         # Memory, on fresh ranks for every arm
         for arm, config in trained.items():
-            order = order_of({arm: config}, model=args.model, mirrored=mirrored)
+            order = order_of({arm: config}, mirrored=mirrored)
             add_memory_rows(report, where, order, arm)
         _add_targets(report, list(arms))
 
@@ -242,33 +224,16 @@ def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str
     The condition "left out" lists what `--arms all` cannot run on `workers` ranks.
     """
     modes = chosen(args.arms, list(ARMS))
-    if args.preset and args.model != "gpt":
-        raise ConfigError(
-            f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings"
-        )
     if args.arms == "all":
-        modes = [mode for mode in modes if _fits(mode, args.model, workers)]
+        modes = [mode for mode in modes if _fits(mode, workers)]
         left_out = [mode for mode in ARMS if mode not in modes]
-        need_gpts = []
-        if args.model != "gpt":
-            need_gpts = [mode for mode in left_out if mode in ONLY_GPT]
-        do_not_divide = [mode for mode in left_out if mode not in need_gpts]
-        reasons = []
-        if do_not_divide:
-            reasons.append(f"{', '.join(do_not_divide)}: they do not divide {workers} ranks")
-        if need_gpts:
-            reasons.append(f"{', '.join(need_gpts)}: they need a gpt")
-        if reasons:
-            report.conditions["left out"] = "; ".join(reasons)
-    only_gpt = [mode for mode in modes if mode in ONLY_GPT]
-    if args.model != "gpt" and only_gpt:
-        raise ConfigError(
-            f"arms = {', '.join(only_gpt)} need a gpt, but model = {args.model}; leave them out"
-        )
+        if left_out:
+            reason = f"they do not divide {workers} ranks"
+            report.conditions["left out"] = f"{', '.join(left_out)}: {reason}"
 
     # A second arm of each mode that only splits the batch, with activation checkpointing
     arms = {mode: ARMS[mode] for mode in modes}
-    if args.checkpointing != "none" and args.model == "gpt":
+    if args.checkpointing != "none":
         for mode in modes:
             if mode in MODES:
                 settings = {"activation_checkpointing": args.checkpointing}
@@ -287,16 +252,15 @@ def _add_time_rows(report: Report, arm: str, events: list[Record], first: list[R
         return
     last = events[-1]
 
-    # Times, and what they mean in samples and tokens (a resnet has no tokens)
+    # Times, and what they mean in samples and tokens
     times = [ms for event in events for ms in event["times_ms"]]
     p95 = times[0]
     if len(times) > 1:
         p95 = statistics.quantiles(times, n=20, method="inclusive")[-1]
     report.add(arm, P95, "ms", p95, f"of {len(times)} steps")
     for metric in (SAMPLES, TOKENS):
-        if last[metric]:
-            rates = [1e3 * event[metric] / event["step_ms"] for event in events]
-            report.add(arm, metric, "1/s", rates)
+        rates = [1e3 * event[metric] / event["step_ms"] for event in events]
+        report.add(arm, metric, "1/s", rates)
     report.add(arm, BUSY, "ms", each(events, "busy_ms"))
     report.add(arm, EXPOSED, "ms", each(events, "exposed_ms"))
 
@@ -393,27 +357,23 @@ def _add_targets(report: Report, arms: list[str]) -> None:
         report.add_target(text, report.rows[-1], "<=", 10.0, excuse)
 
 
-def _fits(mode: str, model: str, workers: int) -> bool:
+def _fits(mode: str, workers: int) -> bool:
     ranks = math.prod(ARMS[mode].get(axis, 1) for axis in {*IN_REPLICA, *CUTS_MODEL})
     if mode in HYBRID:
         ranks = 2 * ARMS[mode]["replicas"]  # a group of one rank shards nothing
-    return workers % ranks == 0 and (model == "gpt" or mode not in ONLY_GPT)
+    return workers % ranks == 0
 
 
-def configuration(order: Record, own: Record, workers: int) -> Config:
-    """Return the configuration of an arm on `workers` ranks.
+def configuration(preset: str, given: Record, own: Record, workers: int) -> Config:
+    """Return the configuration of an arm on `workers` ranks. `given`: keys of all arms.
 
     Raises ConfigError for a key or value that is impossible there. A pipeline gets two micro
     batches for each stage, where the batch per rank is not given.
     """
-    settings = order["overrides"] | {key: value for key, value in own.items() if key != "mirrored"}
+    settings = given | {key: value for key, value in own.items() if key != "mirrored"}
 
     def load(**more: int) -> tuple[Config, int]:
-        values = settings | more
-        if order["model"] == "gpt":
-            config = load_config(preset=order["preset"], overrides=values)
-        else:
-            config = make_config(RESNET | values)
+        config = load_config(preset=preset, overrides=settings | more)
         return config, resolve_batch(config, Layout.of(config, workers).dp).accum
 
     config, accum = load()

@@ -22,9 +22,10 @@ questions and send it records and log lines. The cost of that traffic is the rat
 time per step, paired by round: 1 % of a step is less than the noise of wall-clock time on a shared
 machine.
 
-Then what a step costs on CPU (compute.py: baseline, engine, engine-2, and at width 384
-baseline-384, engine-384), and what measuring the collectives of two ranks costs and shows
-(untraced, every-50, always).
+And what measuring the collectives costs and shows:
+
+    every-50           torchrun ... -m nanoray.train --comm_trace every=50
+    always             torchrun ... -m nanoray.train --comm_trace always
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
@@ -45,11 +45,8 @@ from nanoray.bench.harness.launchers import (
     SCRIPT_LAUNCHERS,
     TOO_SHORT,
     Moments,
-    command,
     run_once,
-    script_command,
 )
-from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.harness.trainings import (
@@ -57,11 +54,10 @@ from nanoray.bench.harness.trainings import (
     add_arms_flag,
     add_training_flags,
     chosen,
+    in_turns,
     planned,
-    rotated,
     words,
 )
-from nanoray.bench.ladder import Climb
 from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json_lines
 from nanoray.machine.gpus import discover_gpus
@@ -69,27 +65,21 @@ from nanoray.machine.host import available_cpus
 from nanoray.machine.proc import session_members
 from nanoray.machine.slots import local_slots
 
-# The loops: settings of each, as of the rungs of a ladder
-NARROW: dict[str, Record] = {"baseline": {"_eager": True}, "engine": {}, "engine-2": {"_ranks": 2}}
-WIDE: dict[str, Record] = {"baseline-384": {"_eager": True}, "engine-384": {}}
-TRACED: dict[str, Record] = {
-    "untraced": {"_ranks": 2},
-    "every-50": {"_ranks": 2, "comm_trace": "every=50"},
-    "always": {"_ranks": 2, "comm_trace": "always"},
-}
-ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
+# Launchers that trace: -> their flags beside torchrun's
+TRACED = {"every-50": {"comm_trace": "every=50"}, "always": {"comm_trace": "always"}}
+ARMS = (*LAUNCHERS, *TRACED)
+# Rows of earlier reports: blocks of steps of loops, which `bench step cpu` measures
+WIDE = ("baseline-384", "engine-384")
+LOOPS = ("baseline", "engine", "engine-2", *WIDE, "untraced", *TRACED)
 ON_CLUSTER = {"ray", "torchtrainer", "run", "run-trace"}
-WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
 # Of what follows the moment when rank 0 begins
 LAST = ("group_s", "model_s", "warm_up_s", "one_step_s")
 FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s", "step_ms"))
 RANKS_CPU, ALL_CPU = (METRICS[name][0] for name in ("rank_cpu_ms", "all_cpu_ms"))
-CPU_TIME = "CPU time of a step"
-BLOCKS_PER_ROUND = 4  # blocks of steps are short: more of them for the same minutes
-# Of one block: two windows of traced steps
-TRACED_STEPS = 100
+BLOCK = "compute: step"
+BUSY = "comm: busy"
 COMM = {  # metric of a traced run -> (row, unit)
-    "comm/busy_ms": ("comm: busy", "ms"),
+    "comm/busy_ms": (BUSY, "ms"),
     "comm/exposed_ms": ("comm: exposed", "ms"),
     "comm/exposed_share": ("comm: exposed share", "%"),
     "comm/busbw_gbps": ("comm: busbw", "GB/s"),
@@ -101,11 +91,11 @@ OF_LAST = [METRICS[name][0] for name in LAST]
 
 
 def _launched(report: Report) -> list[str]:
-    return [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
+    return [arm for arm in ARMS if report.row(arm, FIRST)]
 
 
 def _computed(report: Report) -> list[str]:
-    return [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
+    return [arm for arm in LOOPS if report.row(arm, BLOCK) or report.row(arm, BUSY)]
 
 
 def _column(metric: str, head: str, optional: bool = False) -> TableColumn:
@@ -117,7 +107,7 @@ def _draw_starts(axes: Any, report: Report) -> None:
 
     Each bar is a stack of medians, so its end need not be the median of the whole start.
     """
-    started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
+    started = [row.arm for row in measured(report, ARMS, FIRST)]
     begin = dict.fromkeys(started, 0.0)
     for metric in PARTS:
         rows = measured(report, started, metric)
@@ -128,8 +118,8 @@ def _draw_starts(axes: Any, report: Report) -> None:
 
 def _draw_steps(axes: Any, report: Report) -> None:
     """Draw the step times, without WIDE, which needs another scale."""
-    loops = measured(report, (*NARROW, *TRACED), "compute: step")
-    bars(axes, measured(report, LAUNCHERS, STEP) + loops, color="0.6")
+    loops = [arm for arm in LOOPS if arm not in WIDE]
+    bars(axes, measured(report, ARMS, STEP) + measured(report, loops, BLOCK), color="0.6")
 
 
 class TrainBenchmark(Benchmark):
@@ -164,12 +154,12 @@ class TrainBenchmark(Benchmark):
             lambda r: _launched(r) if measured(r, _launched(r), OF_LAST[0]) else [],
             (names("of the last, s"), *(_column(metric, metric) for metric in OF_LAST)),
         ),
-        # The loops on CPU; a column of `comm` only where a traced arm has one.
+        # The traced arms, and the loops of earlier reports.
         Table(
             _computed,
             (
                 names("loop, on CPU"),
-                _column("compute: step", "step, ms"),
+                _column(BLOCK, "step, ms", optional=True),
                 *(_column(name, f"{name}, {unit}", optional=True) for name, unit in COMM.values()),
             ),
         ),
@@ -194,8 +184,6 @@ class TrainBenchmark(Benchmark):
         """Add this benchmark's flags."""
         add_arms_flag(parser, ARMS)
         add_training_flags(parser, preset="shakespeare-cpu", timeout_s=600)
-        loops = "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
-        parser.add_argument("--loop_preset", default="shakespeare-cpu", metavar="NAME", help=loops)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
@@ -216,9 +204,6 @@ class TrainBenchmark(Benchmark):
             # cores.
             _measure_idle_head(plan)
             _measure_launchers(plan)
-            _measure_loops(plan, NARROW, {})
-            _measure_loops(plan, WIDE, WIDTH_384)
-            _measure_loops(plan, TRACED, {})
         _add_targets(report)
 
 
@@ -242,53 +227,36 @@ def _measure_idle_head(plan: BenchPlan) -> None:
 
 def _measure_launchers(plan: BenchPlan) -> None:
     """Run the launchers, round by round, and add their rows."""
-    arms = [arm for arm in plan.arms if arm in LAUNCHERS]
+    arms = plan.arms
     steps = plan.args.steps
     found: dict[str, list[Moments]] = {arm: [] for arm in arms}
+    traced: dict[str, list[Record]] = {arm: [] for arm in arms if arm in TRACED}
 
     # No checkpoint within a run: writing one takes longer than many steps.
     recipe = plan.recipe({"max_steps": steps, "checkpoint_every": 0, "log_every": 10})
 
-    # Rounds in rotating order: a slow minute of the machine, or a cold cache, hits no arm always.
-    with part(plan.report, lambda: _add_launcher_rows(plan, found)):
-        for turn in range(plan.args.rounds):
-            for arm in rotated(arms, turn):
-                if arm in plan.broken:
-                    continue
-                folder = plan.folder / f"{arm}-{turn}"
-                python = python_in(plan.folder)
-                if arm in SCRIPT_LAUNCHERS:
-                    argv = script_command(
-                        arm,
-                        plan.slots.workers,
-                        plan.args.device,
-                        words({"max_steps": steps}),
-                        plan.address,
-                        folder,
-                        python,
-                    )
-                else:
-                    argv = command(arm, plan.slots.workers, recipe, plan.address, python)
-                head = plan.head if arm in ON_CLUSTER else None
-                try:
-                    run = run_once(
-                        argv,
-                        plan.env,
-                        folder,
-                        plan.args.timeout_s,
-                        steps,
-                        head,
-                    )
-                except ChildFailed as error:
-                    plan.fail(arm, error)
-                    continue
-                found[arm].append(run)
-                say(
-                    f"round {turn + 1}/{plan.args.rounds}  {arm:<17}  first step "
-                    f"{run.first_step_s:.2f} s  "
-                    f"whole run {run.whole_run_s:.2f} s  step {run.step_ms:.1f} ms  loss "
-                    f"{run.last_loss:.4f}"
-                )
+    def run(arm: str, turn: int) -> None:
+        folder = plan.folder / f"{arm}-{turn}"
+        flags = words({"max_steps": steps}) if arm in SCRIPT_LAUNCHERS else recipe
+        launcher = "torchrun" if arm in TRACED else arm
+        argv = plan.command(launcher, flags + words(TRACED.get(arm, {})), folder)
+        head = plan.head if arm in ON_CLUSTER else None
+        found[arm].append(run_once(argv, plan.env, folder, plan.args.timeout_s, steps, head))
+        if arm in TRACED:
+            (path,) = folder.glob("*/metrics.jsonl")
+            traced[arm] += read_json_lines(path)
+        new = found[arm][-1]
+        say(
+            f"round {turn + 1}/{plan.args.rounds}  {arm:<17}  first step {new.first_step_s:.2f} s  "
+            f"whole run {new.whole_run_s:.2f} s  step {new.step_ms:.1f} ms  loss {new.last_loss:.4f}"
+        )
+
+    def add_rows() -> None:
+        _add_launcher_rows(plan, found)
+        _add_communication_rows(plan, traced)
+
+    with part(plan.report, add_rows):
+        in_turns(arms, plan.args.rounds, plan.broken, run, plan.fail)
 
 
 def _add_launcher_rows(plan: BenchPlan, found: dict[str, list[Moments]]) -> None:
@@ -319,62 +287,13 @@ def _add_launcher_rows(plan: BenchPlan, found: dict[str, list[Moments]]) -> None
             )
 
 
-def _measure_loops(plan: BenchPlan, group: dict[str, Record], shape: dict[str, int]) -> None:
-    """Run blocks of steps of each arm of a group in turn, and add their step times."""
-    arms = [arm for arm in plan.arms if arm in group]
-    if not arms:
-        return
-    args = plan.args
-    traced = group is TRACED
-
-    # As the baseline's: loops are compared here, number formats in `bench step cpu`. No arm sees a GPU.
-    values = {"precision": "fp32", "log_every": 10, "timeout_s": args.timeout_s} | shape
-    where = (plan.folder, plan.env | {"CUDA_VISIBLE_DEVICES": ""}, "cpu")
-    climb = Climb.of_preset(args, plan.report, "", *where, values, args.loop_preset)
-    # Blocks of wide loops take seconds
-    climb.steps = 1 if shape else 5
-
-    def block(arm: str, counts: bool) -> dict[str, float]:
-        return climb.ranks[arm].block(climb.steps, args.timeout_s)
-
-    def steps_for(settled_ms: Mapping[str, float]) -> int:
-        # A traced block has its length from the windows that it must contain, so it is longer.
-        if traced:
-            return TRACED_STEPS // 2 if args.quick else TRACED_STEPS
-        # A block of the fastest arm takes about a second; all arms do as many steps.
-        fastest_ms = min(settled_ms.values(), default=1000.0)
-        return max(1, round((200 if args.quick else 1000) / fastest_ms))
-
-    def add_rows() -> None:
-        note = f"blocks of {climb.steps} steps; preset {args.loop_preset}"
-        if shape:
-            note += ", width 384, T 256, batch 4"
-        for arm in arms:
-            climb.add(arm, "compute: step", "ms", climb.step_ms.get(arm, []), note)
-            if traced:
-                cpu = climb.cpu_ms.get(arm, [])
-                climb.add(arm, CPU_TIME, "ms", cpu, "all threads of both ranks")
-        if traced:
-            _add_communication_rows(climb)
-
-    blocks = 1 if args.quick else (2 if traced else BLOCKS_PER_ROUND) * args.rounds
-    with part(plan.report, add_rows), ExitStack() as stack:
-        for arm in arms:
-            climb.start(arm, climb.orders(arm, group[arm]), stack)
-        climb.run_rounds(list(climb.ranks), blocks, block, steps_for)
-
-
-def _add_communication_rows(climb: Climb) -> None:
-    """Add what the traced arms found out about their collectives: one value per record of the run."""
-    for arm, run in climb.runs.items():
-        # The run itself recorded its collectives; nothing is measured a second time here.
-        if "comm_trace" not in TRACED[arm] or arm in climb.failed:
-            continue
-        records = read_json_lines(run / "metrics.jsonl")
+def _add_communication_rows(plan: BenchPlan, traced: Mapping[str, list[Record]]) -> None:
+    """Add what the traced arms found out about their collectives: one value per record."""
+    for arm, records in traced.items():
         for metric, (name, unit) in COMM.items():
             values = [r[metric] for r in records if metric in r]
             if values:  # a short run may have no traced step
-                climb.add(arm, name, unit, values, "of a step, as the run itself recorded it")
+                plan.add(arm, name, unit, values, "of a step, as the run itself recorded it")
 
 
 def _add_targets(report: Report) -> None:
@@ -391,14 +310,11 @@ def _add_targets(report: Report) -> None:
         ("run-init", "torchrun-script", FIRST, "", 0.0, ""),
         ("run", "torchrun-script", STEP, "<=", 1.02, ""),
         ("run-trace", "run", STEP, "<=", 1.02, ""),
-        ("baseline", "engine", "compute: step", ">=", 1.05, ""),
-        ("baseline", "engine-2", "compute: step", ">=", 0.95, ""),
-        ("baseline-384", "engine-384", "compute: step", ">=", 1.0, ""),
         # 1 % drowns in the noise of a wall clock
-        ("every-50", "untraced", CPU_TIME, "<=", 1.01, ""),
-        ("every-50", "untraced", "compute: step", "", 0.0, ""),
-        ("always", "untraced", CPU_TIME, "", 0.0, ""),
-        ("always", "untraced", "compute: step", "<=", 1.05, ""),
+        ("every-50", "torchrun", RANKS_CPU, "<=", 1.01, ""),
+        ("every-50", "torchrun", STEP, "", 0.0, ""),
+        ("always", "torchrun", RANKS_CPU, "", 0.0, ""),
+        ("always", "torchrun", STEP, "<=", 1.05, ""),
     )
 
     # A pair without a relation is shown and has no target.

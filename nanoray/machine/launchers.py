@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,22 +192,6 @@ def describe_start(env: Mapping[str, str]) -> dict[str, Any]:
     elif "job_submission_id" in env.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
         by = "ray job"
     return {"by": by, "ranks": 1, "on_host": 1}
-
-
-def set_torch_variables(env: MutableMapping[str, str]) -> None:
-    """Set RANK, WORLD_SIZE and the others for a rank of srun or mpirun, as torchrun would.
-
-    For programs that read these alone. Raises ConfigError as `place_of` does.
-    """
-    place = place_of(env)
-    if place is None or place.launcher in (TORCHRUN, VARIABLES):
-        return
-    env["RANK"] = str(place.rank)
-    env["WORLD_SIZE"] = str(place.world_size)
-    env["LOCAL_RANK"] = str(place.local_rank)
-    env["LOCAL_WORLD_SIZE"] = str(place.local_world_size)
-    env["MASTER_ADDR"] = place.master_addr
-    env["MASTER_PORT"] = str(place.master_port)
 
 
 def torchrun_variables(

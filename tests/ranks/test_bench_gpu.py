@@ -169,11 +169,11 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
     assert ratio.median == pytest.approx(10.4)
 
 
-def ladder_of(report: Report, budget_s: float = 1e9) -> gpu.GpuClimb:
+def ladder_of(report: Report, budget_s: float = 1e9) -> gpu.GpuLadder:
     now = time.monotonic()
     args = argparse.Namespace(deadline=now + budget_s, budget_s=budget_s, json=None)
     anything: Any = None
-    return gpu.GpuClimb(args, report, "gpt2-124m", anything, anything, Path(), {}, "cpu")
+    return gpu.GpuLadder(args, report, "gpt2-124m", anything, anything, Path(), {}, "cpu")
 
 
 def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:

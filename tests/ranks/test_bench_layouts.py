@@ -14,7 +14,7 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import layouts
 from nanoray.bench.fit import Fit
 from nanoray.bench.layouts import Here, arms_of
-from nanoray.bench.simulate import ERROR, MEASURED, PREDICTED
+from nanoray.bench.predicted import ERROR, MEASURED, PREDICTED
 from nanoray.config import load_config
 from nanoray.config.layout import Layout
 
@@ -62,8 +62,6 @@ def test_a_real_quick_run(
         "layouts",
         "predicted",
         "--quick",
-        "--device",
-        "cpu",
         "--preset",
         "tiny",
         "--ranks",

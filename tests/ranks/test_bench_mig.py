@@ -15,7 +15,7 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import mig
 from nanoray.bench.engine import time_rank
 from nanoray.bench.harness.report import Report
-from nanoray.bench.simulate import VOCAB
+from nanoray.bench.predicted import VOCAB
 from nanoray.config import load_config
 from nanoray.machine.device import Device
 from nanoray.models.gpt import GPT, ModelShape
@@ -274,8 +274,6 @@ def test_a_stand_in_run(
         "cpu",
         "--workers",
         "2",
-        "--card",
-        "NVIDIA A100-SXM4-80GB",
     ]
     assert bench.main([*argv, "--json", str(out), "--figure", str(picture)]) == 0
     printed = capsys.readouterr()
@@ -284,7 +282,7 @@ def test_a_stand_in_run(
     assert len(measured) == 8
     assert all(r["arm"].startswith("stand-in: ") for r in measured)
     assert {r["skipped"] for r in written["rows"] if not r["values"]} > {
-        "needs 7 × 1g.10gb on one card, found 0"
+        "needs 7 × 1g.18gb on one card, found 0"
     }
     (reduced,) = [r for r in measured if r.get("op") == "all_reduce"]
     assert (reduced["wrong"], reduced["ranks"], reduced["dtype"], reduced["bytes"]) == (

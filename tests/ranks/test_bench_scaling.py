@@ -1,4 +1,4 @@
-"""`python -m nanoray.bench scaling`: its buckets against DDP's own, and a real quick run on 2 and 3
+"""`python -m nanoray.bench scaling`: what it predicts beside a dry run, and a real quick run on 2 and 3
 ranks.
 """
 
@@ -10,53 +10,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench import scaling
+from nanoray.bench.predicted import (
+    ERROR,
+    MEASURED,
+    PREDICTED,
+    FittedLinks,
+    OneAlgorithm,
+    predict_step,
+    speed_of,
+)
 from nanoray.bench.scaling import RANKS
-from nanoray.bench.simulate import ERROR, MEASURED, PREDICTED, VOCAB, gradient_buckets, model_work
-from nanoray.cli.forecast.links import load_topology
+from nanoray.cli.forecast.links import MODELS, load_topology
+from nanoray.cli.forecast.predict import Network, OnTopology, Speed
 from nanoray.config import load_config
-from nanoray.models.costs import count_parameters, flops_per_token
-from nanoray.models.gpt import GPT, ModelShape
+from nanoray.config.layout import Layout
 
-SHAPE = ModelShape(n_layer=3, n_head=2, n_embd=64, block_size=16, bias=True, vocab_size=100)
-
-
-@pytest.mark.parametrize("cap_mb", [0.01, 0.1, 0.25, 25])
-def test_gradient_buckets_are_ddps(cap_mb: float) -> None:
-    params = list(GPT(SHAPE).parameters())[::-1]
-    indices, _ = dist._compute_bucket_assignment_by_size(params, [int(cap_mb * 2**20)])
-    expected = [4 * sum(params[i].numel() for i in bucket) for bucket in sorted(indices)]
-    buckets = gradient_buckets(SHAPE, cap_mb)
-    assert [nbytes for _, nbytes in buckets] == expected
-    assert sum(nbytes for _, nbytes in buckets) == 4 * count_parameters(SHAPE)
-    shares = [share for share, _ in buckets]
-    assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(1)
+CONFIG = load_config(preset="shakespeare-cpu")
 
 
-def test_the_first_bucket_waits_for_lm_heads_product() -> None:
-    """A bucket per parameter: the last norm's bias is ready after lm_head's share of backward and
-    its own.
-    """
-    share, nbytes = gradient_buckets(SHAPE, 1e-6)[0]
-    assert nbytes == 4 * 64
-    assert share == pytest.approx((SHAPE.padded_vocab * 64 + 64) / count_parameters(SHAPE))
+def test_a_rank_alone_takes_what_was_measured_of_its_compute() -> None:
+    speed = speed_of(CONFIG, {"forward_s": 1.0, "backward_s": 2.0, "update_s": 0.5}, 6)
+    nothing = FittedLinks({}, {}, 1)
+    for sequences, seconds in ((6, 3.5), (12, 6.5)):
+        step = predict_step(CONFIG, Layout(), 6, nothing, speed, sequences=sequences)
+        assert step.step_s == pytest.approx(seconds)
 
 
-def test_the_work_of_a_preset_by_hand() -> None:
+@pytest.mark.parametrize("ranks", [8, 64, 4096])
+def test_the_best_all_reduce_is_that_of_a_dry_run_and_no_other_is_faster(ranks: int) -> None:
     config, topology = load_config(preset="gpt2-124m"), load_topology("nvlink-400g")
-    shape = ModelShape.of(config, VOCAB["gpt2"])
-    work = model_work(config, topology)
-    flops = flops_per_token(shape) * 1024  # of a sequence
-    assert work.forward_s + work.backward_s == pytest.approx(flops / (989.4e12 * 0.4))
-    assert (work.micro, work.backward_s) == (12, pytest.approx(2 * work.forward_s))
-    given = model_work(config, topology, compute_ms=120).step(12)
-    assert (given.forward_s, given.backward_s) == pytest.approx((0.04, 0.08))
-    assert given.buckets[-1].ready_s == pytest.approx(0.08)
+    speed = Speed.of(topology)
+
+    def step_s(network: Network) -> float:
+        return predict_step(config, Layout(dp=ranks), 12, network, speed, "cuda").step_s
+
+    by_name = {name: step_s(OneAlgorithm(topology, name)) for name in ("best", *MODELS)}
+    assert by_name["best"] == step_s(OnTopology(topology)) == min(by_name.values())
+    assert by_name["ring"] >= by_name["best"]
 
 
 @pytest.mark.full
@@ -92,14 +86,14 @@ def test_a_real_quick_run(
     rows: dict[tuple[str, str], Any] = {(r["arm"], r["metric"]): r for r in written["rows"]}
 
     fits = [r for r in written["rows"] if r["metric"] == "alpha"]
-    assert {r["arm"] for r in fits} >= {"fit backend", "fit ring", "fit tree", "fit double_tree"}
+    assert [r["arm"] for r in fits] == ["fit backend"]
     assert all(
         r["wrong"] == 0 and r["ranks"] == 2 and r["smallest_bytes"] < r["largest_bytes"]
         for r in fits
     )
-    beta = rows["fit ring", "beta"]["median"] / 1e12
-    alpha = rows["fit ring", "alpha"]["median"] / 1e6
-    residuals = rows["fit ring", "residual"]
+    beta = rows["fit backend", "beta"]["median"] / 1e12
+    alpha = rows["fit backend", "alpha"]["median"] / 1e6
+    residuals = rows["fit backend", "residual"]
     for (nbytes, seconds), percent in zip(residuals["points"], residuals["values"], strict=True):
         assert 100 * abs((2 * alpha + nbytes * beta) / seconds - 1) == pytest.approx(
             percent, abs=1e-6
@@ -109,10 +103,7 @@ def test_a_real_quick_run(
         measured, predicted, error = (rows[arm, metric] for metric in (MEASURED, PREDICTED, ERROR))
         assert measured["sequences"] == sequences
         assert error["median"] == pytest.approx(abs(predicted["median"] / measured["median"] - 1))
-        # The simulated buckets are those that DDP showed.
-        config = load_config(preset="shakespeare-cpu")
-        buckets = gradient_buckets(ModelShape.of(config, VOCAB[config.tokenizer]), 8.0)
-        assert sum(event[1].startswith("bucket") for event in predicted["events"]) == len(buckets)
+        assert 0 <= predicted["exposed_ms"] < predicted["median"]
     assert [t["target"] for t in written["targets"]] == [
         "error of the predicted step, weak 3 ranks",
         "error of the predicted step, strong 3 ranks",
@@ -129,7 +120,7 @@ def test_a_real_quick_run(
         assert rows[f"{topology} strong 4096", "efficiency"]["sequences"] == 1
         assert (f"{topology} strong 8192", "efficiency") not in rows
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")
-    assert torch.distributed.is_initialized() is False
+    assert dist.is_initialized() is False
 
 
 def test_the_check_is_at_one_and_two_more() -> None:

@@ -152,9 +152,8 @@ def test_the_formula_says_what_each_rank_holds(pools: Pools, ranks: int, optimiz
         "optimizer": optimizer,
         "bucket_mb": 0.25,
     }
-    model = {"model": "gpt", "preset": "tiny"}
     for mode, own in DATA_ARMS.items():
-        config = configuration(model | {"overrides": overrides}, own, ranks)
+        config = configuration("tiny", overrides, own, ranks)
         order = order_of({mode: config}, mirrored=[mode] if "mirrored" in own else [])
         (found,) = pools(ranks).run(MEMORY_ENTRY, order)
         assert ("mirror" in found["formula"]) == ("mirrored" in mode)

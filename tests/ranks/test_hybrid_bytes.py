@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoray.bench.engine import COMMUNICATION, MEMORY_ENTRY, TIME_ENTRY, order_of
-from nanoray.bench.simulate import VOCAB
+from nanoray.bench.predicted import VOCAB
 from nanoray.bench.strategies import HYBRID, KEPT, MODES, configuration
 from nanoray.cli.forecast.job import job_of
 from nanoray.cli.forecast.traffic import talks_of
@@ -31,7 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def config_of(own: dict[str, Any]) -> Config:
-    return configuration({"model": "gpt", "preset": "tiny", "overrides": SIZES}, own, RANKS)
+    return configuration("tiny", SIZES, own, RANKS)
 
 
 def formula(config: Config) -> dict[str, float]:

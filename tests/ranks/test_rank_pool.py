@@ -1,12 +1,10 @@
-"""The benchmarks' ranks as processes and under torchrun: deaths, exceptions and interrupts."""
+"""The benchmarks' ranks as processes: deaths, exceptions and interrupts."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import re
 import signal
 import sys
 import time
@@ -27,8 +25,7 @@ from nanoray.bench.harness.rank_pool import (
 from nanoray.bench.harness.report import Report
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.machine.proc import session_members
-from tests.harness.commands import Command, run, wait_for
-from tests.harness.ports import free_port
+from tests.harness.commands import Command, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests.ranks.test_rank_pool"
@@ -69,6 +66,18 @@ def hang(mesh: Any, order: dict[str, Any], emit: Any) -> None:
 
 def lose_a_peer(mesh: Any, order: dict[str, Any], emit: Any) -> None:
     raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+
+def counting(mesh: Any, order: dict[str, Any]) -> Any:
+    """Return a function that counts on from a number."""
+    count = order["from"]
+
+    def add(mesh: Any, order: dict[str, Any], emit: Any) -> None:
+        nonlocal count
+        count += order["by"]
+        emit({"count": count})
+
+    return add
 
 
 # Processes
@@ -119,6 +128,12 @@ def test_one_rank_needs_no_group(pools: Any) -> None:
     assert pools(1).backend == "none"
 
 
+def test_ranks_keep_a_function_between_two_calls(pools: Any) -> None:
+    pools(1).keep(f"{HERE}:counting", {"from": 3})
+    counts = [event["count"] for by in (1, 10) for event in pools(1).run_kept({"by": by})]
+    assert counts == [4, 14]
+
+
 def test_a_broken_collective_without_a_better_cause_is_told_as_it_is(pools: Any) -> None:
     with pytest.raises(RankFailed, match="RuntimeError: Connection closed by peer"):
         list(pools(1).run(f"{HERE}:lose_a_peer", {}))
@@ -138,10 +153,10 @@ def test_silence_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
 # What is refused before anything starts
 
 
-def parse(*argv: str) -> Where:
+def parse(*argv: str, least: int = 1) -> Where:
     parser = argparse.ArgumentParser()
     add_where_flags(parser, cpu_workers=3)
-    return where_from(parser.parse_args(list(argv)))
+    return where_from(parser.parse_args(list(argv)), least)
 
 
 def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,19 +167,6 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert parse("--ray_address", "local") == Where(3, "ray", ray_address="local")
     assert parse("--share_devices").shared
-    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for key, value in torchrun.items():
-        monkeypatch.setenv(key, value)
-    assert parse() == parse("--workers", "4") == Where(4, "torchrun")
-    for argv, message in (
-        (("--workers", "2"), "workers = 2, but torchrun started 4; drop --workers"),
-        (
-            ("--ray_address", "local"),
-            "ray_address = local, but torchrun has started this rank; drop one of both",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            parse(*argv)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,7 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
             ("--ray_address", "local", "--share_devices"),
             r"share_devices, but ray starts the ranks; only those of this command",
         ),
+        (("--workers", "1"), r"workers = 1; 2 or more are needed, which communicate"),
         (
             ("--ray_address", "10.0.0.1:6379"),
             r"how many ranks\? .* give --workers N",
@@ -184,7 +187,7 @@ def test_flags_become_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_wrong_flags(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(*argv)
+        parse(*argv, least=2)
 
 
 def test_what_cannot_be_is_refused_before_anything_starts() -> None:
@@ -194,7 +197,7 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         RankPool(Where(100_000, device="cpu"))
 
 
-# From the command line: Ctrl-C, torchrun, Ray
+# From the command line: Ctrl-C
 
 
 def children_of(pid: int) -> list[int]:
@@ -218,61 +221,6 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert len(ranks) == 2
     assert not any(session_members(rank) for rank in ranks)
     assert not list(tmp_path.glob("nanoray-pool-*"))
-
-
-TINY = ("--quick", "--max_bytes", "1024", "--ops", "all_reduce,broadcast", "--dtypes", "float32")
-
-
-def checked(path: Path, ranks: int) -> dict[str, Any]:
-    """Return the conditions of a tiny run in which everything came out right."""
-    report = json.loads(path.read_text())
-    rows = [r for r in report["rows"] if "op" in r]
-    assert [(r["op"], r["ranks"], r["wrong"]) for r in rows] == [
-        ("all_reduce", ranks, 0),
-        ("broadcast", ranks, 0),
-    ]
-    assert report["ok"]
-    return report["conditions"]
-
-
-TWO_RUNS = """
-import runpy, sys
-from nanoray.bench import collectives
-from nanoray.bench.__main__ import main
-assert main(sys.argv[1:]) == 0
-collectives.ENTRY = "tests.ranks.test_rank_pool:break_rank_1"
-del sys.argv[-2:]  # the second run writes no file
-runpy.run_module("nanoray.bench", run_name="__main__")
-"""
-
-
-def break_rank_1(mesh: Any, order: dict[str, Any], emit: Any) -> None:
-    """Raise on rank 1 only, when no other rank waits for it: rank 0 is not told."""
-    if mesh.rank == 1:
-        raise ValueError("a value that is wrong")
-
-
-def test_under_torchrun_every_process_is_a_rank_and_one_speaks_unless_another_breaks(
-    tmp_path: Path, forked: dict[str, str]
-) -> None:
-    """One start of torchrun: a good run, and one in which rank 1 breaks."""
-    (tmp_path / "runs.py").write_text(TWO_RUNS)
-    torchrun = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [
-        *torchrun,
-        str(tmp_path / "runs.py"),
-        "communication",
-        "collectives",
-        "--device",
-        "cpu",
-        *TINY,
-    ]
-    done = run(*command, "--json", str(tmp_path / "c.json"), env=os.environ | forked)
-    assert done.stdout.count("OK  3 rows") == 1, done.stderr
-    assert checked(tmp_path / "c.json", 2)["ranks"]["started by"] == "torchrun"
-    assert done.returncode != 0
-    told = rf"^rank 1: rank 1 \(pid \d+, cpu\) in {HERE}:break_rank_1: ValueError: a value that is wrong$"
-    assert re.search(told, done.stderr, re.MULTILINE), done.stderr
 
 
 def test_what_is_told_of_ranks_on_two_hosts() -> None:

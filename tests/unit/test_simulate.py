@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nanoray.bench.fit import fit
-from nanoray.bench.simulate import Work, scaling
 from nanoray.cli.forecast.links import (
     MODELS,
     Cost,
@@ -208,28 +207,3 @@ def test_invariants_of_random_steps() -> None:
         assert plan.step_s >= cpu_s / max(cores, 1 + lanes * cpu) - 1e-9
         if cores <= 1:
             assert plan.step_s >= step.compute_s / cores - 1e-9
-
-
-# Many ranks
-
-WORK = Work(1.0, 2.0, 0.5, (SimulatedBucket(1.0, 100 * MB), SimulatedBucket(2.0, 50 * MB)), micro=4)
-
-
-def test_weak_scaling_by_hand() -> None:
-    """Free links: efficiency 1. Then links at which the last bucket alone is exposed."""
-    free = Topology(
-        ranks_per_node=1,
-        intra=Link(alpha_us=0, bandwidth_gb_per_s=1e9),
-        inter=Link(alpha_us=0, bandwidth_gb_per_s=1e9),
-    )
-    assert [p.efficiency for p in scaling(free, WORK, [1, 64, 16384], "ring")] == pytest.approx(
-        [1, 1, 1]
-    )
-    slow = free.model_copy(update={"inter": Link(alpha_us=0, bandwidth_gb_per_s=0.1)})
-    alone, two = scaling(slow, WORK, [1, 2], "ring")
-    assert (alone.step_s, alone.exposed_share) == (12.5, 0)
-    assert two.step_s == pytest.approx(12.5 + 0.5)  # 50 MB at 0.1 GB/s
-    assert (two.efficiency, two.exposed_share) == pytest.approx((12.5 / 13, 0.5 / 13))
-
-
-# Steps that wait in the midst of their layers

@@ -66,8 +66,6 @@ class Benchmark(ABC):
     # Flags with a number; `args` has them when `measure` is called
     numbers: Sequence[Number] = ()
     tables: Sequence[Table] = ()
-    # Whether it measures with the ranks of torchrun; else it starts its own, and torchrun is refused
-    joins_torchrun = False
     # False: the terminal gets one line per row, and the tables are for pages alone
     tables_in_terminal = True
     figure: Figure

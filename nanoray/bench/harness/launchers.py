@@ -23,15 +23,21 @@ from nanoray.machine.atomic import read_json_lines
 from nanoray.machine.interfaces import free_port
 from nanoray.machine.proc import all_processes
 
-# The ways to start peers/plain_ddp.py: -> flags of `nanoray run`; None: torchrun
-SCRIPT_LAUNCHERS: dict[str, list[str] | None] = {
-    "torchrun-script": None,
+# The ways to start peers/plain_ddp.py: -> flags of `nanoray run`
+SCRIPT_LAUNCHERS: dict[str, list[str]] = {
+    "torchrun-script": [],
     "run": [],
     "run-trace": ["--trace"],
     "run-init": [],
 }
 RECIPE_LAUNCHERS = ("plain", "torchrun", "ray", "ray-init", "torchtrainer", "torchtrainer-init")
 LAUNCHERS = (*RECIPE_LAUNCHERS, *SCRIPT_LAUNCHERS)
+# Those on Ray that train nanoray's recipe
+MODULES = {
+    "ray": "nanoray.launch",
+    "torchtrainer": "nanoray.bench.peers.ray_train",
+    "torchft": "nanoray.bench.peers.torchft",
+}
 SCRIPT = Path(__file__).parents[1] / "peers" / "plain_ddp.py"
 SAME_LOSS = 0.02  # relative: the arms sum gradients in another order, no more
 RANK_PID = re.compile(r"attempt \d+, pid (\d+)")  # in the log of a rank
@@ -86,55 +92,41 @@ TOO_SHORT = f"the steps took less than two looks at /proc, {SAMPLE_S:g} s apart"
 
 
 def command(
-    arm: str, workers: int, recipe: list[str], address: str, python_path: str = sys.executable
-) -> list[str]:
-    """Return the command line that starts `recipe` as `arm` does."""
-    python = [python_path, "-m"]
-    if arm == "plain":
-        return [*python, "nanoray.train", *recipe]
-    if arm == "torchrun":
-        # Torchrun's default, the static rendezvous, because `--standalone` starts 0.4 s later. A
-        # free port, because another program may use the default one.
-        launcher = ["torch.distributed.run", f"--nproc-per-node={workers}"]
-        launcher += [f"--master-port={free_port()}", "-m"]
-        return [*python, *launcher, "nanoray.train", *recipe]
-
-    if arm.startswith("ray"):
-        module = "nanoray.launch"
-    elif arm == "torchft":
-        module = "nanoray.bench.peers.torchft"
-    else:
-        module = "nanoray.bench.peers.ray_train"
-    # "-init": the command starts a Ray of its own and does not use the one that runs
-    where = "local" if arm.endswith("-init") else address
-    return [*python, module, "--ray_address", where, "--workers", str(workers), *recipe]
-
-
-def script_command(
-    arm: str,
+    launcher: str,
     workers: int,
-    device: str,
     flags: list[str],
     address: str,
     folder: Path,
+    device: str = "auto",
     python_path: str = sys.executable,
     restarts: int = 0,
 ) -> list[str]:
-    """Return the command line that starts the plain script as `arm` does, for a run in `folder`."""
-    python = [python_path, "-m"]
-    script = [str(SCRIPT), *flags]
-    of_run = SCRIPT_LAUNCHERS[arm]
-    if of_run is None:
-        launcher = ["torch.distributed.run", f"--nproc-per-node={workers}"]
-        launcher += [f"--master-port={free_port()}", f"--max-restarts={restarts}"]
-        return [*python, *launcher, *script]
+    """Return the command line that trains as `launcher` does, in a run in `folder`.
 
-    where = "local" if arm.endswith("-init") else address
-    launcher = ["nanoray", "run", "--ray_address", where, "--workers", str(workers)]
-    launcher += ["--device", device, "--max_failures", str(restarts)]
-    # Its own logs lie a folder deeper than the script's, which are read here.
-    launcher += ["--out_dir", str(folder / "launcher"), *of_run]
-    return [*python, *launcher, *script]
+    flags: of the recipe, or of the plain script. address: of the Ray that runs; a launcher named
+    "-init" starts its own instead. restarts: of ranks by torchrun and `nanoray run`.
+    """
+    python = [python_path, "-m"]
+    # Torchrun's default, the static rendezvous, because `--standalone` starts 0.4 s later. A free
+    # port, because another program may use the default one.
+    torchrun = [*python, "torch.distributed.run", f"--nproc-per-node={workers}"]
+    torchrun += [f"--master-port={free_port()}", f"--max-restarts={restarts}"]
+    if launcher == "plain":
+        return [*python, "nanoray.train", *flags]
+    if launcher == "torchrun":
+        return [*torchrun, "-m", "nanoray.train", *flags]
+    if launcher == "torchrun-script":
+        return [*torchrun, str(SCRIPT), *flags]
+
+    where = "local" if launcher.endswith("-init") else address
+    placed = ["--ray_address", where, "--workers", str(workers)]
+    if launcher in SCRIPT_LAUNCHERS:
+        placed += ["--device", device, "--max_failures", str(restarts)]
+        # Its own logs lie a folder deeper than the script's, which are read here.
+        placed += ["--out_dir", str(folder / "launcher"), *SCRIPT_LAUNCHERS[launcher]]
+        return [*python, "nanoray", "run", *placed, str(SCRIPT), *flags]
+    module = MODULES[launcher.removesuffix("-init")]
+    return [*python, module, *placed, *flags]
 
 
 def run_once(

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import subprocess
@@ -62,7 +61,6 @@ class Child:
         """Start `command`; its output goes to `log`, or with `pipes` only stderr does."""
         self.log = log
         self._rest = b""  # after the last complete line of a child with pipes
-        self._answers: list[Record] = []
         pipe = subprocess.PIPE if pipes else None
         with log.open("wb") as stream:
             self.started = time.time()  # wall clock, as the children's records are
@@ -113,20 +111,6 @@ class Child:
             self.process.stdin.write(line.encode() + b"\n")
         except OSError:
             raise ChildFailed(f"it is gone\n{self.tail()}") from None
-
-    def answer(self, timeout_s: float) -> Record:
-        """Return the next JSON line of a child with pipes.
-
-        Raises ChildFailed when none comes in time.
-        """
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        while not self._answers:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                raise ChildFailed(f"no answer within {timeout_s:g} s\n{self.tail()}")
-            self._answers += self.read()
-        return self._answers.pop(0)
 
     def read(self) -> list[Record]:
         """Return the JSON lines that have come from a child with pipes, or wait for more of them.

@@ -5,7 +5,8 @@
             ...
 
 The function is called as function(mesh, order, emit) on every rank; what rank 0 emits arrives here,
-one by one.
+one by one. With `keep` the ranks keep a function and what belongs to it, such as a model, and
+`run_kept` calls it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RankFailed(WorkerFailed):
 
 def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> None:
     """Add the flags of `where_from`. `cpu_workers`: the number of ranks on CPU without --workers."""
-    every = f"how many ranks (default: one per GPU or slice; {cpu_workers} on CPU; under torchrun WORLD_SIZE)"
+    every = f"how many ranks (default: one per GPU or slice; {cpu_workers} on CPU)"
     parser.add_argument("--workers", type=int, metavar="N", help=every)
     parser.add_argument(
         "--device",
@@ -54,7 +55,7 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
     parser.add_argument(
         "--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of the process group"
     )
-    share = "more ranks than GPUs or slices: they take turns on them (without torchrun and Ray)"
+    share = "more ranks than GPUs or slices: they take turns on them (without Ray)"
     parser.add_argument("--share_devices", action="store_true", help=share)
     ray = "start them on this Ray cluster: HOST:PORT, auto (RAY_ADDRESS, else local), or local"
     parser.add_argument("--ray_address", help=ray)
@@ -67,52 +68,38 @@ def add_where_flags(parser: argparse.ArgumentParser, cpu_workers: int = 2) -> No
     parser.set_defaults(cpu_workers=cpu_workers)
 
 
-def where_from(args: argparse.Namespace) -> Where:
-    """Return the ranks that the flags ask for.
+def where_from(args: argparse.Namespace, least: int = 1) -> Where:
+    """Return the ranks that the flags ask for. Raises ConfigError for fewer than `least`.
 
-    Torchrun's environment and this machine's devices fill in what the flags leave open.
+    This machine's devices fill in what the flags leave open.
     """
-    under_torchrun = "RANK" in os.environ
-    if under_torchrun:
-        launcher = "torchrun"
-    else:
-        launcher = "ray" if args.ray_address else "processes"
-
     # Refuse what contradicts itself, before any device is taken
-    if under_torchrun and args.ray_address:
+    if args.share_devices and args.ray_address:
         raise ConfigError(
-            f"ray_address = {args.ray_address}, but torchrun has started this rank; drop one of both"
-        )
-    if args.share_devices and launcher != "processes":
-        raise ConfigError(
-            f"share_devices, but {launcher} starts the ranks; only those of this command can share "
-            "devices"
+            "share_devices, but ray starts the ranks; only those of this command can share devices"
         )
     if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
         raise ConfigError(
             f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
         )
-    # The number of ranks: from the flag, from torchrun, or one per device
+    # The number of ranks: from the flag, or one per device
     workers = args.workers
-    if under_torchrun:
-        world = Rendezvous.from_env(os.environ).world_size
-        if workers not in (None, world):
-            raise ConfigError(f"workers = {workers}, but torchrun started {world}; drop --workers")
-        workers = world
-    elif workers is None:
+    if workers is None:
         address = args.ray_address
         if address == "auto":
             address = os.environ.get("RAY_ADDRESS") or "local"
-        if launcher == "ray" and address != "local":
+        if address not in (None, "local"):
             raise ConfigError(
                 "how many ranks? The size of the cluster is not known before it is used; give "
                 "--workers N"
             )
         slots = local_slots(args.device, None, discover_gpus(), available_cpus())
         workers = slots.workers if slots.devices else args.cpu_workers
+    if workers < least:
+        raise ConfigError(f"workers = {workers}; {least} or more are needed, which communicate")
     return Where(
         workers,
-        launcher,
+        "ray" if args.ray_address else "processes",
         args.device,
         args.backend,
         args.ray_address or "auto",
@@ -148,21 +135,37 @@ class RankPool:
             self._link.start()
             # Each rank reports where it is: the devices decide the backend
             no_arguments = dict.fromkeys(self._link.ranks, ())
-            hellos = self._link.everyone(self._all("hello", no_arguments, START_S))
+            hellos = self._all("hello", no_arguments, START_S, "start")
             version = hellos[0]["nccl"]
             self.nccl = ".".join(map(str, version)) if version else None
 
             # All ranks join the process group
             records = self._rendezvous(hellos)
             arguments = {rank: (asdict(records[rank]),) for rank in self._link.ranks}
-            self.facts = self._link.everyone(self._all("meet", arguments, START_S))
+            self.facts = self._all("meet", arguments, START_S, "join")
         except BaseException:
             self._link.end()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the ranks."""
         self._link.end()
+
+    def keep(self, function: str, order: Record) -> None:
+        """Let every rank keep the function that "module:function" returns for (mesh, order).
+
+        Raises RankFailed.
+        """
+        own = dict.fromkeys(self._link.ranks, (function, order))
+        self._all("keep", own, self.where.timeout_s + GRACE_S, function)
+
+    def run_kept(self, order: Record) -> Iterator[Record]:
+        """Call the kept function on every rank, and yield the events of rank 0, as `run` does."""
+        return self.run("", order)
 
     def run(self, function: str, order: Record) -> Iterator[Record]:
         """Call "module:function" on every rank and yield the events of rank 0.
@@ -171,13 +174,13 @@ class RankPool:
         pool cannot be used afterwards.
         """
         own = dict.fromkeys(self._link.ranks, (function, order))
-        yield from self._events("run", own, self.where.timeout_s + GRACE_S, function)
+        phase = function or "the function that is kept"
+        yield from self._events("run", own, self.where.timeout_s + GRACE_S, phase)
 
     def _all(
-        self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float
+        self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float, phase: str
     ) -> list[Record]:
         """Run `method` on all ranks, and return the result of each."""
-        phase = {"hello": "start", "meet": "join"}[method]
         for _ in self._events(method, arguments, silence_s, phase):
             pass
         return [self._results[rank] for rank in self._link.ranks]
@@ -255,7 +258,7 @@ class RankPool:
         port = hellos[0]["port"]
         ranks = rendezvous_of([h["node"] for h in hellos], choice, hellos[0]["secret"])
         return [
-            # The store is up already, on rank 0 or at torchrun's agent.
+            # The store is up already, on rank 0.
             replace(
                 r,
                 master_addr=addr,

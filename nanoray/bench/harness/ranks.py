@@ -1,8 +1,7 @@
-"""One rank of a benchmark, and the three ways to start ranks and to exchange messages with them.
+"""One rank of a benchmark, and the two ways to start ranks and to exchange messages with them.
 
     processes   children of this process: orders to their stdin, answers from their stdout, as JSON lines
     ray         one actor per slot of a cluster, or of a local Ray
-    torchrun    this process is a rank itself
 
 An order is a method of Rank with its arguments. A message of a rank is {"event": ...} while it
 runs, and at the end of an order {"done": ...}, {"error": ..., "collective": ...} or {"died": ...}.
@@ -10,7 +9,6 @@ runs, and at the end of an order {"done": ...}, {"error": ..., "collective": ...
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -20,9 +18,9 @@ import select
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanoray import __version__
@@ -34,15 +32,14 @@ from nanoray.bench.harness.processes import (
     arm_environment,
     scratch_folder,
 )
-from nanoray.bench.harness.report import Record
+from nanoray.bench.harness.report import Kept, Record
 from nanoray.config import make_config
-from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
 from nanoray.machine.device import Device
-from nanoray.machine.gpus import discover_gpus, take_own_slice
+from nanoray.machine.gpus import discover_gpus
 from nanoray.machine.host import available_cpus, cpu_name
 from nanoray.machine.slots import local_slots
-from nanoray.parallel.rendezvous import RankDevice, Rendezvous, choose_backend, connect_store
+from nanoray.parallel.rendezvous import RankDevice, Rendezvous, choose_backend
 
 if TYPE_CHECKING:
     from nanoray.parallel.mesh import Mesh
@@ -55,13 +52,15 @@ class Where:
     """Which ranks to start, and how."""
 
     workers: int
-    launcher: str = "processes"  # or ray, or torchrun
+    launcher: str = "processes"  # or ray
     device: str = "auto"
     backend: str = "auto"
     ray_address: str = "auto"
     timeout_s: float = 600.0  # of a collective, and of the ranks' silence
     shared: bool = False  # more ranks than devices: they take turns on them (processes only)
-    threads: int = 0  # of each rank; 0: an equal share of the cores (not under torchrun)
+    threads: int = 0  # of each rank; 0: an equal share of the cores
+    # Of their environment, beside those of every arm (processes only)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Rank:
@@ -73,9 +72,10 @@ class Rank:
         self._emit = emit if slot["rank"] == 0 else _drop
         self.store: Any = None
         self._mesh: Mesh | None = None
+        self._kept: Kept | None = None
 
     def answer(self, method: str, arguments: Any) -> Record:
-        """Call hello, meet or run, and return {"done": ...} or {"error": ...}.
+        """Call hello, meet, keep or run, and return {"done": ...} or {"error": ...}.
 
         The parent compares the errors of several ranks, so an exception becomes data.
         """
@@ -129,14 +129,24 @@ class Rank:
             "threads": r.threads,
         }
 
+    def keep(self, function: str, order: Record) -> None:
+        """Call "module:function", and keep the function that it returns. (all ranks)"""
+        self._kept = self._named(function)(self._mesh, order)
+
     def run(self, function: str, order: Record) -> None:
-        """Call "module:function". (all ranks)"""
+        """Call "module:function", or without a name the function that is kept. (all ranks)"""
+        called = self._named(function) if function else self._kept
+        assert called, "nothing was kept"
+        called(self._mesh, order, self._emit)
+
+    def _named(self, function: str) -> Callable[..., Any]:
         import torch
 
         # OpenMP counts per thread, and an actor may run this in another one.
         torch.set_num_threads(self.slot["threads"])
         module, _, name = function.partition(":")
-        getattr(importlib.import_module(module), name)(self._mesh, order, self._emit)
+        called: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return called
 
 
 def _drop(event: Record) -> None:
@@ -152,7 +162,7 @@ def main() -> None:
     os._exit(0)  # nothing has to be kept, and gloo's teardown can hang
 
 
-# The driver's side of the three launchers.
+# The driver's side of the two launchers.
 
 
 class RankChannel:
@@ -171,10 +181,6 @@ class RankChannel:
     def receive(self, timeout_s: float) -> list[tuple[int, Record]]:
         """Return the messages that have come, each with its rank."""
         raise NotImplementedError
-
-    def everyone(self, values: list[Record]) -> list[Record]:
-        """Return the values of all ranks, from those of the ranks of this process."""
-        return values
 
     def tail(self, rank: int) -> str:
         """Return the last lines of a rank's log, where it has one."""
@@ -219,6 +225,7 @@ class _Processes(RankChannel):
                 # The rank sees only its own device, which is therefore the first
                 slot |= {"gpu": device.parent_uuid, "uuid": device.uuid, "device": "cuda:0"}
             self._slots.append(slot)
+        self._variables = dict(where.variables)
         self._children: list[Child] = []
         self._open: dict[Any, int] = {}  # stdout of each rank that still lives
         self._stack = ExitStack()
@@ -226,7 +233,7 @@ class _Processes(RankChannel):
     def start(self) -> None:
         folder = self._stack.enter_context(scratch_folder())
         for slot in self._slots:
-            env = arm_environment() | {"CUDA_VISIBLE_DEVICES": slot["uuid"]}
+            env = arm_environment() | self._variables | {"CUDA_VISIBLE_DEVICES": slot["uuid"]}
             command = [sys.executable, "-m", "nanoray.bench.harness.ranks", json.dumps(slot)]
             child = Child(command, env, folder / f"rank{slot['rank']}.log", pipes=True)
             self._children.append(child)
@@ -370,92 +377,9 @@ class _Actor(Rank):
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
 
-class _TorchrunRank(RankChannel):
-    """This process is one rank of torchrun.
-
-    A call runs when it is sent; its events are read afterwards. Nothing ends with a pool: the next
-    one of this process uses the same group, and torchrun ends it.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, where: Where) -> None:
-        import torch
-
-        slices = take_own_slice(rendezvous.local_rank)
-        gpus = torch.cuda.device_count() if where.device != "cpu" else 0
-        if where.device in ("cuda", "mig") and not gpus:
-            raise ConfigError(
-                f"device = {where.device}, but torch sees no GPU here; use --device cpu"
-            )
-        device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
-        self.ranks = range(rendezvous.rank, rendezvous.rank + 1)
-        self._rendezvous = rendezvous
-        self._secret = f"nanoray/{rendezvous.public}/pool"
-        self._round = 0
-        self._messages: list[tuple[int, Record]] = []
-        kind = "cpu"
-        card_uuid = ""
-        if gpus and slices:
-            kind = "mig"
-        elif gpus:
-            kind = "cuda"
-            card_uuid = str(torch.cuda.get_device_properties(device).uuid)
-        slot = {
-            "rank": rendezvous.rank,
-            "workers": rendezvous.world_size,
-            "kind": kind,
-            "node": platform.node(),
-            "gpu": card_uuid,
-            "uuid": "".join(slices),
-            "device": device,
-            "addr": rendezvous.master_addr,
-            "threads": max(1, int(available_cpus()) // max(1, rendezvous.local_world_size)),
-            "timeout_s": where.timeout_s,
-            "secret": rendezvous.secret,
-        }
-        self._rank = Rank(slot, lambda event: self._messages.append((0, {"event": event})))
-        # A later pool of this process uses the same group: ranks join once
-        self._results: Record = {}
-
-    def start(self) -> None:
-        if self._rank.store is None and self._rendezvous.world_size > 1:
-            self._rank.store = connect_store(self._rendezvous, START_S)
-
-    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
-        answer = self._results.get(method) or self._rank.answer(method, arguments)
-        if method != "run" and "done" in answer:
-            self._results[method] = answer
-        self._messages.append((rank, answer))
-
-    def receive(self, timeout_s: float) -> list[tuple[int, Record]]:
-        messages = self._messages
-        self._messages = []
-        return messages
-
-    def everyone(self, values: list[Record]) -> list[Record]:
-        """Exchange one value per rank through the store. (all ranks)"""
-        if self._rank.store is None:
-            return values
-        self._round += 1
-        keys = [
-            f"{self._secret}/{self._round}/{rank}" for rank in range(self._rendezvous.world_size)
-        ]
-        self._rank.store.set(keys[self.ranks[0]], json.dumps(values[0]))
-        return [json.loads(self._rank.store.get(key)) for key in keys]
-
-
-@functools.cache
-def _here(where: Where) -> _TorchrunRank:
-    return _TorchrunRank(Rendezvous.from_env(os.environ), where)
-
-
 def open_link(where: Where) -> RankChannel:
     """Check what can be checked, start nothing yet. Raises PlacementError or ConfigError."""
-    links: dict[str, Callable[[Where], RankChannel]] = {
-        "processes": _Processes,
-        "ray": _Actors,
-        "torchrun": _here,
-    }
-    return links[where.launcher](where)
+    return _Actors(where) if where.launcher == "ray" else _Processes(where)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from nanoray.parallel.rendezvous import runtime_nccl_version
 Record = dict[str, Any]
 # What a function on the ranks calls with each event; those of rank 0 arrive at the benchmark
 Emit = Callable[[Record], None]
+# A function that a rank keeps between two calls: of its mesh, an order, and what to call with events
+Kept = Callable[[Any, Record, Any], None]
 # Variables that change what an arm measures. Without the files of compiled Python, which the first
 # one forbids, every process compiles torch again; the others choose threads and kernels.
 DISTORTING = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
@@ -207,7 +209,6 @@ class Report:
     rows: list[Measurement] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    skipped: str = ""  # why it was not run at all, although nothing is broken
 
     def row(self, arm: str, metric: str) -> Measurement | None:
         """Return the row of that arm and metric, if it was measured or failed."""
@@ -286,7 +287,7 @@ class Report:
         ]
 
     def to_dict(self) -> Record:
-        report = {
+        return {
             "bench": self.bench,
             "conditions": self.conditions,
             "rows": [row.to_dict() for row in self.rows],
@@ -294,9 +295,6 @@ class Report:
             "failures": self.failures,
             "ok": not self.failed,
         }
-        if self.skipped:
-            report["skipped"] = self.skipped
-        return report
 
     def write(self, path: Path) -> None:
         """Write the JSON file; a reader never sees half of it."""
@@ -334,9 +332,7 @@ class Report:
                 f"{target.verdict}"
             )
 
-        if self.skipped:
-            lines.append(f"skipped  {self.skipped}")
-        elif self.failed:
+        if self.failed:
             lines.append(f"FAILED  {'; '.join(self.problems)}")
         else:
             lines.append(f"OK  {self.counts}")
@@ -360,16 +356,8 @@ class Report:
         """Return the report's line for `bench all`: bench, verdict, seconds, first problem."""
         seconds = str(self.conditions.get("seconds", ""))
         if self.failed:
-            return self.bench, self.verdict, seconds, self.problems[0]
-        return self.bench, self.verdict, seconds, self.skipped or self.counts
-
-    @property
-    def verdict(self) -> str:
-        if self.failed:
-            return "FAILED"
-        if self.skipped:
-            return "skipped"
-        return "OK"
+            return self.bench, "FAILED", seconds, self.problems[0]
+        return self.bench, "OK", seconds, self.counts
 
     @property
     def counts(self) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanoray.bench.harness.launchers import command
 from nanoray.bench.harness.processes import (
     Child,
     ChildFailed,
     arm_environment,
+    python_in,
     ray_head,
     scratch_folder,
 )
+from nanoray.bench.harness.rank_pool import RankFailed
 from nanoray.bench.harness.report import Report, say
 from nanoray.config import load_config, refuse_unknown
 from nanoray.data.prepare import prepare
@@ -61,6 +64,28 @@ def rotated(arms: Sequence[Name], turn: int) -> list[Name]:
     """Return the order of the arms in one round: each round begins with the next arm."""
     shift = turn % max(1, len(arms))
     return [*arms[shift:], *arms[:shift]]
+
+
+def in_turns(
+    arms: Sequence[Name],
+    rounds: int,
+    gone: Container[Name],
+    run: Callable[[Name, int], object],
+    fail: Callable[[Name, Exception], object],
+) -> None:
+    """Run every arm in each round, in rotating order: a slow minute of the machine hits no arm always.
+
+    An arm whose processes or ranks fail is given to `fail`, which puts it among those that are
+    `gone`; the others go on.
+    """
+    for turn in range(rounds):
+        for arm in rotated(arms, turn):
+            if arm in gone:
+                continue
+            try:
+                run(arm, turn)
+            except (ChildFailed, RankFailed) as error:
+                fail(arm, error)
 
 
 def words(flags: Mapping[str, object]) -> list[str]:
@@ -137,6 +162,15 @@ class BenchPlan:
             "device": self.args.device,
         }
         return words(own | data_flags(self.args) | dict(flags))
+
+    def command(
+        self, launcher: str, flags: list[str], folder: Path, restarts: int = 0
+    ) -> list[str]:
+        """Return the command that trains as `launcher` does, with the ranks and the head of this plan."""
+        python = python_in(self.folder)
+        device = self.args.device
+        workers = self.slots.workers
+        return command(launcher, workers, flags, self.address, folder, device, python, restarts)
 
     def fail(self, arm: str, error: Exception) -> None:
         """Record that an arm has failed, and print it; the other arms continue."""
