@@ -27,8 +27,8 @@ from nanoray.machine.atomic import write_json
 from nanoray.machine.launchers import place_of
 from nanoray.machine.text import aligned
 
-# Flag -> a name to propose
 FIGURES = (".png", ".svg", ".pdf")
+# Flag -> a name to propose
 FILES = {"json": "report.json", "figure": "report.png"}
 USAGE = """\
 usage: {program} FAMILY [ARM] [--quick] [--json FILE] [--figure FILE] [flags]
