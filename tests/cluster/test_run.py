@@ -111,11 +111,11 @@ def test_the_commands_of_the_example_differ_in_their_first_words(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     folder = SCRIPT.parents[2] / "examples" / "from_torchrun"
-    before, after = re.findall(r": `(.+)`", (folder / "README.md").read_text())
-    assert (before, after) == (
-        "torchrun --nproc_per_node 2 train.py",
-        "nanoray run --workers 2 train.py",
-    )
+    commands = re.findall(r"^(torchrun|nanoray run) (.+)$", (folder / "train.py").read_text(), re.M)
+    assert commands == [
+        ("torchrun", "--nproc_per_node 2 train.py"),
+        ("nanoray run", "--workers 2 train.py"),
+    ]
     printed = lines_under_both(cluster, tmp_path / "runs", folder, ["train.py"])
     losses = [float(line.split()[-1]) for line in printed]
     assert losses[-1] < losses[0] / 2

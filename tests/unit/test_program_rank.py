@@ -1,16 +1,19 @@
-"""A rank of `nanoray run` without Ray: its process, its output, and the report of its error."""
+"""A rank of `nanoray run` outside of an actor: its process, its output, and the report of its error."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from nanoray.faults.cause import Failure, reason_to_give_up
 from nanoray.launch.placement import Placement
@@ -18,8 +21,18 @@ from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.files import write_program
 from nanoray.launch.program.rank import MOST_BYTES, OUTPUT_S, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
+from nanoray.machine.environment import environment
 from tests.harness.cluster import alive
 from tests.harness.commands import wait_for
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ray() -> Iterator[None]:
+    """Start the Ray that an actor asks for its devices; without a token Ray writes one into the home."""
+    with environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 def test_a_program_has_ended_when_all_of_its_output_was_read(tmp_path: Path) -> None:
