@@ -31,7 +31,8 @@ def own_ray() -> Iterator[None]:
     """Start the Ray that an actor asks for its devices; without a token Ray writes one into the home."""
     with environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}):
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-        yield
+        with environment({"RAY_ADDRESS": ray.get_runtime_context().gcs_address}):
+            yield
         ray.shutdown()
 
 
