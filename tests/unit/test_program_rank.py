@@ -69,13 +69,14 @@ def test_output_is_awaited_and_comes_in_one_answer_for_a_while(tmp_path: Path) -
     rank.close()
 
 
-def test_a_start_waits_until_the_program_begins(tmp_path: Path) -> None:
-    """Not until it ends; and its process, which first imports torch, takes a while to begin."""
+def test_it_is_known_when_the_program_begins(tmp_path: Path) -> None:
+    """Its process first imports torch, which takes a while."""
     rank = ProgramRank(str(tmp_path / "logs" / "rank0.log"), 1, warm=True)
     script = tmp_path / "script.py"
     script.write_text("import pathlib, time; pathlib.Path('begun').touch(); time.sleep(1000)")
     order = {"kind": "script", "words": [str(script)], "folder": str(tmp_path), "trace": []}
-    pid = rank.start(order, dict(os.environ), patience_s=60)
+    pid = rank.start(order, dict(os.environ))
+    rank.wait_for_begin(60)
     # The process has left its imports, and is at most some milliseconds from the script.
     assert os.readlink(f"/proc/{pid}/fd/0") == os.devnull
     wait_for((tmp_path / "begun").exists, 60)

@@ -51,7 +51,7 @@ HEAD_START_S = 10.0  # at most, of rank 0 before the others
 TICK_S = 0.25  # the longest wait for news of the ranks: a stop is noticed in between
 MOVES_S = 15.0  # between two looks whether the ranks move: each reads all of /proc
 # Of one core: more than a rank uses that only waits, though some of its threads look around at times
-WAITING_SHARE = 0.02
+WAITING_SHARE = 0.005
 CLOCK_TICK_S = 0.01  # in which the kernel counts CPU time
 # From the first failure until all are known that happened at the same moment
 SETTLE_S = 2 * POLL_S
@@ -302,12 +302,9 @@ class ProgramDriver:
                 variables["GLOO_SOCKET_IFNAME"] = self.facts[rank]["interface"]
             variables |= self.program.variables
             self._texts[rank] = b""
-            # Rank 0 begins first: the others connect to its store, and torch lets one that comes
-            # too early sleep for half a second.
-            patience_s = HEAD_START_S if rank == 0 else 0.0
-            starts.append(actor.start.remote(order, variables, patience_s))
+            starts.append(actor.start.remote(order, variables))
             if rank == 0 and len(self.actors) > 1:
-                ray.get(starts, timeout=START_TIMEOUT_S)
+                self._give_head_start(actor)
         pids = ray.get(starts, timeout=START_TIMEOUT_S)
         for facts, pid in zip(self.facts, pids, strict=True):
             facts["pid"] = pid
@@ -317,6 +314,16 @@ class ProgramDriver:
             self._await_output(rank)
         nodes = [facts["node"] for facts in self.facts]
         self.observer.begin(self.actors, nodes, len(self.failures))
+
+    def _give_head_start(self, first: Any) -> None:
+        """Wait until rank 0's program begins, but no longer than HEAD_START_S. Raises StopRequestedNow.
+
+        The others connect to its store, and torch lets one that comes too early sleep for half a second.
+        """
+        begins = first.wait_for_begin.remote(HEAD_START_S)
+        while not ray.wait([begins], timeout=POLL_S)[0]:
+            if self.stop.requested:
+                raise StopRequestedNow
 
     def _trace_of(self, rank: int) -> list[Any]:
         """Return what a rank's process needs to note its collectives; empty: it notes none."""

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import ray
 
@@ -47,7 +47,7 @@ OF_RAY = ("PYTHONBREAKPOINT", "SPT_NOENV")
 
 
 class ProgramRank:
-    """One rank. All methods return at once, but for the two of the group WAIT.
+    """One rank. All methods return at once, but for those of the group WAIT.
 
     These return when there is something to say, so that the driver need not ask again and again: on
     a small machine that would take the CPU from the program.
@@ -109,13 +109,10 @@ class ProgramRank:
         """Return a port of this node that nothing listens on."""
         return free_port("")
 
-    def start(
-        self, order: dict[str, Any], variables: dict[str, str], patience_s: float = 0.0
-    ) -> int:
+    def start(self, order: dict[str, Any], variables: dict[str, str]) -> int:
         """Start the program and return its pid.
 
-        order: see standby.py. variables: besides this process' own. patience_s: how long to wait until
-        the program begins, which is when its process has imported torch.
+        order: see standby.py. variables: besides this process' own.
         """
         self.end_group()  # what the program before has left
         process = self._standby or self._new_standby(MODULES)
@@ -127,12 +124,20 @@ class ProgramRank:
         process.stdin.flush()
         self._process = process
         self._reaper = reaper_of(process.pid)
-        _wait_for_reader_to_close(process.stdin, patience_s)
-        process.stdin.close()
         self._end = Future()
         self._ooms = oom_kills()
         threading.Thread(target=self._wait_for, args=(process, self._end), daemon=True).start()
         return process.pid
+
+    @ray.method(concurrency_group=WAIT)
+    def wait_for_begin(self, patience_s: float) -> None:
+        """Return when the program begins, which is when its process has imported torch, or is late."""
+        assert self._process
+        assert self._process.stdin
+        poll = select.poll()
+        # The process closes its stdin then. That a pipe has no reader is reported without being asked for.
+        poll.register(self._process.stdin, 0)
+        poll.poll(1e3 * patience_s)
 
     @ray.method(concurrency_group=WAIT)
     def wait_for_end(self) -> dict[str, Any]:
@@ -244,13 +249,8 @@ class ProgramRank:
     def _wait_for(process: subprocess.Popen[bytes], end: Future[tuple[int, float]]) -> None:
         """Note when a program has ended. (in a thread)"""
         end.set_result((process.wait(), time.time()))
-
-
-def _wait_for_reader_to_close(pipe: IO[bytes], patience_s: float) -> None:
-    """Wait until the process that reads from a pipe has closed it, or has ended."""
-    poll = select.poll()
-    poll.register(pipe, 0)  # that a pipe has no reader is reported without being asked for
-    poll.poll(1e3 * patience_s)
+        assert process.stdin
+        process.stdin.close()
 
 
 def reaper_of(group: int) -> subprocess.Popen[bytes]:
