@@ -1,9 +1,9 @@
 """Kill a rank in the middle of a step and watch the run recover. Takes every nanoray.launch flag.
 
 Rank 1 gets SIGKILL in the backward pass of step 30. The driver names the rank, step and phase and
-starts a new rank 1, which receives the run's state from rank 0's memory. Only step 30 is repeated,
-and the losses equal those of a run without the kill. With `--recovery restart` all ranks start
-again from a checkpoint instead.
+starts a new rank 1, which receives the run's state from rank 0's memory. The ranks do the
+interrupted step again, and the losses equal those of a run without the kill. With
+`--recovery restart` all ranks start again from a checkpoint instead.
 """
 
 import sys
