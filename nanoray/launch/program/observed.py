@@ -111,6 +111,8 @@ class RunObserver:
 
     def collect(self, now: bool = False) -> None:
         """Ask all actors, at most every LOOK_S. Raises RayError where one is lost."""
+        if not self._actors:
+            return  # no program has started
         if not now and time.monotonic() - self._looked < LOOK_S:
             return
         self._looked = time.monotonic()
