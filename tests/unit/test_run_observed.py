@@ -11,7 +11,7 @@ import pytest
 
 from nanoray.launch.program.counts import Counts, CountsFile, GroupCounts, read_counts
 from nanoray.launch.program.driver import Movement
-from nanoray.launch.program.observed import explain_wait
+from nanoray.launch.program.observed import RunObserver, explain_wait
 from nanoray.machine.gpus import gpu_usage
 
 
@@ -83,6 +83,15 @@ def test_the_driver_of_a_traced_program_imports_no_torch(tmp_path: Path) -> None
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_that_is_stopped_before_its_program_began_has_nothing_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observer = RunObserver(tmp_path, traced=False)
+    observer.collect(now=True)
+    observer.close()
+    assert capsys.readouterr().out == ""
 
 
 def test_counts_are_read_while_they_are_written(tmp_path: Path) -> None:
