@@ -295,7 +295,7 @@ def test_a_script_with_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_model_beside_a_script_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(SCRIPT.replace("EXTRA", ""))
-    with pytest.raises(ConfigError, match="model = gpt would be ignored: .* drop --model"):
+    with pytest.raises(ConfigError, match=r"model = gpt would be ignored: .* drop --model"):
         find_target(str(path), ["--model", "gpt"], None)
 
 
