@@ -1,6 +1,6 @@
 """One rank of a re-enactment: `nanoray train`, which ends with the command that started it.
 
-    nanoray replay ─► python -m nanoray.lab.replay.rank, its stdin a pipe that nobody writes to
+    nanoray replay ─► python -m nanoray.lab.replay.rank, its stdin a pipe without any text
 
 However the command ends, by SIGKILL too, the kernel closes its end of the pipe.
 """
@@ -22,7 +22,7 @@ def main() -> int:
 
 
 def end_with_stdin() -> None:
-    """Wait until stdin is closed, and end this process at once: nobody wants its steps."""
+    """Wait until stdin is closed, and end this process at once: its steps are of no use."""
     while os.read(0, 1):
         pass
     os._exit(1)
