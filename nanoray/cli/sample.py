@@ -6,6 +6,7 @@ A file of weights, as `--init_from` reads it, will do as well.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def samples(args: argparse.Namespace) -> list[str]:
     """Return the samples for these arguments. Raises CheckpointError or ConfigError."""
+    _refuse_impossible(args)
     # The sampling's own generator. Making it first refuses a bad device before anything is read.
     try:
         generator = torch.Generator(device=args.device)
@@ -93,13 +95,22 @@ def samples(args: argparse.Namespace) -> list[str]:
         raise ConfigError("the prompt is empty; give --prompt at least one character")
 
     # All samples are one batch of the same prompt.
-    num_samples = max(1, args.num_samples)
-    prompt = torch.tensor([tokens] * num_samples, device=args.device)  # (B, T)
+    prompt = torch.tensor([tokens] * args.num_samples, device=args.device)  # (B, T)
     rows = generate(gpt, prompt, args.max_new_tokens, args.temperature, args.top_k, generator)
 
     # To stderr, so that stdout has only the text.
     print(title, file=sys.stderr)
     return [tokenizer.decode(row) for row in rows.tolist()]
+
+
+def _refuse_impossible(args: argparse.Namespace) -> None:
+    """Raise ConfigError for numbers with which nothing could be sampled."""
+    if not 0 <= args.temperature < math.inf:
+        raise ConfigError(f"temperature = {args.temperature:g}; give a number from 0 on")
+    for flag, least in (("max_new_tokens", 0), ("num_samples", 1), ("top_k", 1)):
+        value = getattr(args, flag)
+        if value < least:
+            raise ConfigError(f"{flag} = {value}; give a number from {least} on")
 
 
 def load_state(path: Path) -> tuple[StateDict, Path]:

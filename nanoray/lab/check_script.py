@@ -93,6 +93,7 @@ def _run(argv: list[str]) -> int:
 
     number = max(2, args.ranks)
     with (
+        local_ranks.ended_by_signals(),
         tempfile.TemporaryDirectory(prefix="nanoray-check-") as folder,
         Processes(number, Path(folder)) as processes,
     ):

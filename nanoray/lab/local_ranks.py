@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+from nanoray.cli.signals import stop_signals
 
 # Tests replace it with a faster way to start Python
 start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
@@ -23,3 +27,14 @@ def variables_of_ranks(store: Any, ranks: int) -> list[dict[str, str]]:
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def ended_by_signals() -> AbstractContextManager[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: what it has started and written goes first."""
+    return stop_signals(_end)
+
+
+def _end(signum: int, frame: Any) -> None:
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + signum)

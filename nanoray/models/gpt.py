@@ -188,9 +188,16 @@ class GPT(nn.Module):
 
     def embed(self, idx: Tensor, start: int = 0) -> Tensor:
         """Return the residual stream (B, T, C) of tokens idx (B, T); the first is at `start`."""
+        end = start + idx.shape[1]
+        limit = self.shape.block_size
+        if end > limit:
+            raise ConfigError(
+                f"{end} tokens, but block_size = {limit}; pass fewer, or train with a larger "
+                "block_size"
+            )
         x = self.tok_emb(idx)  # (B, T, C)
         if not self.shape.rotary:
-            x = x + self.pos_emb(start, start + idx.shape[1])  # (T, C) is added to each sequence
+            x = x + self.pos_emb(start, end)  # (T, C) is added to each sequence
         return self.dropout(x)
 
     def init_weights(self) -> None:

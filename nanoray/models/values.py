@@ -30,6 +30,13 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
 
 _KEYS = (bool, int, float, str)
 
+# By name, because a name from a checkpoint or another rank could be that of anything in torch
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
 # numpy's numbers, which many optimizers and modules keep; they compare equal to Python's, and print
 # and compute differently.
 _NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
@@ -96,7 +103,8 @@ def put_together(
     """Return the value that `take_apart` was given.
 
     Named tensors are those of `tensors`, uncopied. With `device` they are copies: there, but on the
-    CPU those that were on a CPU. Raises LookupError for a tensor that is missing.
+    CPU those that were on a CPU. Raises LookupError for a tensor that is missing, or
+    for a type that is not known.
     """
     if isinstance(data, list):
         return [put_together(item, tensors, device) for item in data]
@@ -110,7 +118,7 @@ def put_together(
     if kind == "numpy":
         return np.dtype(data["dtype"]).type(put_together(data["value"]))
     if kind == "dtype":
-        return getattr(torch, data["name"])
+        return _DTYPES[data["name"]]
     if kind == "tuple":
         return tuple(put_together(item, tensors, device) for item in data["items"])
     if kind == "tensor" and "name" in data:
@@ -156,7 +164,7 @@ def _inline(tensor: Tensor) -> dict[str, Any]:
 
 
 def _outline(data: Mapping[str, Any]) -> Tensor:
-    dtype = getattr(torch, data["dtype"])
+    dtype = _DTYPES[data["dtype"]]
     flat = torch.empty(0, dtype=dtype)
     raw = bytearray(base64.b64decode(data["data"]))
     if raw:  # frombuffer refuses an empty buffer

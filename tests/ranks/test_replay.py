@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +16,14 @@ import pytest
 import torch
 
 from nanoray.checkpoint.run_folder import RunSpec
-from nanoray.errors import ConfigError
+from nanoray.errors import ConfigError, NanorayError
 from nanoray.lab import local_ranks
 from nanoray.lab.replay import bisect
 from nanoray.lab.replay.__main__ import main as replay
 from nanoray.lab.replay.again import QUIETLY, reenact
 from nanoray.lab.replay.recorded import read_recorded, tensors_apart
-from tests.harness.commands import start_process
+from nanoray.parallel.rendezvous import open_store
+from tests.harness.commands import Command, start_process, wait_for
 from tests.harness.ranks import make_spec, run_ranks
 
 RECIPE: dict[str, Any] = {
@@ -131,6 +135,57 @@ def test_a_recorded_value_that_is_not_the_replayed_one_is_named(
     out = said(capsys, replay([str(run), "--step", "5"]), 1)
     loss = json.loads((pair.folder / "metrics.jsonl").read_text().splitlines()[4])["train/loss"]
     assert f"differs  first in step 5, loss: {loss!r} and {loss + 1e-6!r}" in out
+
+
+def test_sigterm_leaves_no_rank_and_no_folder(pair: RunSpec, tmp_path: Path) -> None:
+    arguments = ("nanoray.lab.replay", str(pair.folder), "--step", "6")
+    with Command(*arguments, env=os.environ | {"TMPDIR": str(tmp_path)}) as command:
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+        wait_for(lambda: len(children.read_text().split()) == 2, process=command)
+        ranks = [Path("/proc") / pid for pid in children.read_text().split()]
+        command.terminate()
+        assert command.wait(60) == 143, command.output
+        assert not any(rank.exists() for rank in ranks)
+        assert not [*tmp_path.iterdir()]
+
+
+def test_a_rank_ends_with_the_command_that_started_it(text: Path, tmp_path: Path) -> None:
+    """SIGKILL lets the command do nothing, but its end of the pipe is closed."""
+    config = make_spec(text, tmp_path, max_steps=10**6, log_every=1).config
+    (tmp_path / "config.json").write_text(config.to_json())
+    store = open_store("127.0.0.1", 1, 30.0)
+    (variables,) = local_ranks.variables_of_ranks(store, 1)
+    command = [sys.executable, "-m", "nanoray.lab.replay.rank"]
+    command += ["--config", str(tmp_path / "config.json")]
+    with (tmp_path / "output").open("w") as output:
+        rank = start_process(
+            command,
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    with rank:
+        wait_for(lambda: [*tmp_path.glob("**/metrics.jsonl")] != [])
+        assert rank.poll() is None
+        rank.stdin.close()
+        assert rank.wait(60) == 1
+
+
+def test_the_rank_that_ended_first_is_named(
+    pair: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer has a lower number, and fails because of it or waits without an end."""
+
+    def start(command: list[str], **how: Any) -> Any:
+        words = "import time; time.sleep(600)"
+        if how["env"]["RANK"] == "1":
+            words = "print('the cause'); raise SystemExit(7)"
+        return subprocess.Popen([sys.executable, "-c", words], **how)
+
+    monkeypatch.setattr(local_ranks, "start_process", start)
+    with pytest.raises(NanorayError, match=r"rank 1 of the re-enactment ended with 7.*the cause"):
+        reenact(read_recorded(pair.folder), 3, 5, tmp_path)
 
 
 def test_a_model_of_a_script_is_refused(pair: RunSpec, tmp_path: Path) -> None:

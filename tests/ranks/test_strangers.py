@@ -5,6 +5,7 @@ sends pickles.
 from __future__ import annotations
 
 import ast
+import json
 import multiprocessing
 import os
 import pickle
@@ -228,6 +229,18 @@ def test_values_cross_unchanged(value: Any) -> None:
     else:
         assert found == value
         assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"": "dtype", "name": "load"},
+        {"": "tensor", "dtype": "load", "shape": [0], "data": ""},
+    ],
+)
+def test_a_name_from_outside_is_a_dtype_and_nothing_else_of_torch(data: dict[str, Any]) -> None:
+    with pytest.raises(KeyError, match="load"):
+        wire.decode(json.dumps(data).encode())
 
 
 def test_what_is_no_data_does_not_cross(tmp_path: Path) -> None:

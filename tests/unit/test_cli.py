@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.__main__ import main
+from nanoray.cli import sample
 from tests.harness.commands import Command, run, wait_for
 from tests.harness.ports import free_port
 from tests.harness.ranks import TINY
@@ -169,6 +170,26 @@ def test_sigterm_checkpoints_and_exits_143(recipe: Path, tmp_path: Path) -> None
         assert process.wait(200) == 143
     steps = json.loads((only_run(tmp_path) / "summary.json").read_text())["steps"]
     assert (only_run(tmp_path) / "checkpoints" / f"step_{steps:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("temperature", "-1"),
+        ("temperature", "nan"),
+        ("temperature", "inf"),
+        ("top_k", "0"),
+        ("top_k", "-1"),
+        ("max_new_tokens", "-2"),
+        ("num_samples", "0"),
+    ],
+)
+def test_sample_refuses_numbers_that_mean_nothing(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.main([f"--{flag}", value]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {flag} = {value}; give ")
 
 
 def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:

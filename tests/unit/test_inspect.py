@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.files import load, open_checkpoint, save
+from nanoray.errors import ConfigError
 from nanoray.lab.inspect.__main__ import main
 from nanoray.lab.inspect.one_batch import measure
 from nanoray.lab.inspect.target import InspectTarget, find_target
@@ -289,6 +290,13 @@ def test_a_script_with_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     (extra,) = [line for line in out.splitlines() if line.startswith("extra  ")]
     assert "is not called" in extra
     assert "problem: extra.weight has no gradient" in out
+
+
+def test_a_model_beside_a_script_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(SCRIPT.replace("EXTRA", ""))
+    with pytest.raises(ConfigError, match=r"model = gpt would be ignored: .* drop --model"):
+        find_target(str(path), ["--model", "gpt"], None)
 
 
 # Data and errors.

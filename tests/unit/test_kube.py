@@ -78,6 +78,19 @@ def needs_of(objects: list[Object]) -> set[tuple[str, str]]:
     return needs
 
 
+@pytest.mark.parametrize("form", ["cluster", "job"])
+def test_rdma_is_switched_for_the_ranks_of_programs_too(form: str) -> None:
+    """Ours get the variables of the driver on the head, those of `nanoray run` their own pod's."""
+    pods = containers(build(KUBE_DIR / "overlays" / "rdma" / form))
+    switches = [
+        variable["value"]
+        for pod in pods
+        for variable in pod["env"]
+        if variable["name"] == "NCCL_IB_DISABLE"
+    ]
+    assert switches == ["1", "1"], "of the head, and of the workers"
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_deleting_a_folder_takes_nothing_from_other_jobs(folder: str) -> None:
     """What jobs share is in the kustomization that the folder's header names, and nowhere else."""

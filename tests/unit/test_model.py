@@ -5,6 +5,7 @@ costs against torch.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanoray.errors import ConfigError
 from nanoray.models.costs import (
     activation_memory,
     count_parameters,
@@ -256,6 +258,14 @@ def test_cached_sampling_equals_uncached_sampling_also_past_the_block(
     assert temperature == 0 or len(got[:, prompt:].unique()) > 20, (
         "a constant text would hide a wrong window"
     )
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_more_tokens_than_a_block_are_refused(rotary: bool) -> None:
+    """A slice of one position would be added to all tokens, and rotary positions have no end."""
+    model = GPT(replace(shape_of(block_size=1), rotary=rotary))
+    with pytest.raises(ConfigError, match="5 tokens, but block_size = 1"):
+        model(tokens_of(model.shape, T=5))
 
 
 def test_sampling_follows_the_softmax_at_its_temperature() -> None:

@@ -19,6 +19,7 @@ import torch
 from nanoray.cli.forecast.job import Job
 from nanoray.config import Config, load_config
 from nanoray.config.choose import cannot_compile
+from nanoray.lab.tune.__main__ import main
 from nanoray.lab.tune.knobs import KNOBS, Choice, TunedRun, configured, memory_bytes, options
 from nanoray.lab.tune.result import closing_lines, write_results
 from nanoray.lab.tune.search import FINAL_TURNS, Search, is_faster
@@ -166,6 +167,24 @@ def test_a_search_that_lost_a_rank_ends_as_another_one(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     _, whole = run(tmp_path / "b", here_of(), plain_wins)
     assert cut.measured + rest.measured == whole.measured
+
+
+def test_a_budget_that_ends_before_the_first_block_leaves_the_present_setting(
+    tmp_path: Path,
+) -> None:
+    search, trials = run(tmp_path, here_of(), plain_wins, blocks=0)
+    assert search.best == ()
+    assert trials.samples == {}
+    assert closing_lines(search)[-1] == "note   the budget is spent; a larger budget looks further"
+
+
+@pytest.mark.parametrize("budget_s", ["0", "-1", "nan", "inf"])
+def test_a_budget_is_a_number_of_seconds_above_0(
+    budget_s: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tiny", "--budget_s", budget_s]) == 2
+    error = f"error: budget_s = {float(budget_s):g}; give a number of seconds above 0"
+    assert error in capsys.readouterr().err
 
 
 def test_a_verdict_needs_turns_that_agree() -> None:

@@ -235,6 +235,10 @@ def _of_script(
 ) -> InspectTarget:
     """Run a script up to its `fit`, and take its model, optimizer, loss and first micro batch."""
     flagged = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
+    if flagged.config.model != "own":
+        raise ConfigError(
+            f"model = {flagged.config.model} would be ignored: {path} brings its own; drop --model"
+        )
     found: list[InspectTarget] = []
 
     def call_main(main: Callable[..., Any], given: Any) -> None:

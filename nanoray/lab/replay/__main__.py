@@ -22,6 +22,7 @@ from nanoray.cli import (
     run_subcommand,
     tool_parser,
 )
+from nanoray.lab import local_ranks
 from nanoray.lab.replay import bisect
 from nanoray.lab.replay.again import doubts, reenact, start_before
 from nanoray.lab.replay.recorded import (
@@ -65,7 +66,7 @@ def _replay(args: argparse.Namespace) -> int:
     )
 
     # The checkpoints are compared while the folder of the re-enactment exists.
-    with tempfile.TemporaryDirectory() as folder:
+    with local_ranks.ended_by_signals(), tempfile.TemporaryDirectory() as folder:
         again = reenact(run, start, step, Path(folder))
         apart: list[str] = []
         count = 0

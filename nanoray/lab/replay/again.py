@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from nanoray.parallel.rendezvous import open_store
 from nanoray.train.agree import code_hash
 from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.loop_arm import QUIET
+
+POLL_S = 0.01  # how often is looked whether a rank has ended
 
 # What a re-enactment does otherwise than its run: it records every step, and leaves out what changes
 # no weight, and what others would see. Of the run's own keys those stay that a step depends on.
@@ -157,7 +161,8 @@ def _train(config: Config, group: dict[str, Any], source: Path | None, folder: P
 
     # The ranks meet as under torchrun, in a store of this process.
     store = open_store(LOOPBACK, ranks, config.init_timeout_s)
-    command = [sys.executable, "-m", "nanoray.train", "--config", str(folder / "config.json")]
+    command = [sys.executable, "-m", "nanoray.lab.replay.rank"]
+    command += ["--config", str(folder / "config.json")]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank, variables in enumerate(local_ranks.variables_of_ranks(store, ranks)):
@@ -165,22 +170,42 @@ def _train(config: Config, group: dict[str, Any], source: Path | None, folder: P
                 process = local_ranks.start_process(
                     command,
                     env=os.environ | variables,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # closed when this process ends, however it does
                     stdout=file,
                     stderr=file,
                 )
             started.append(process)
-        codes = [process.wait() for process in started]
+        failed = _first_failed(started)
     finally:
         for process in started:
             process.kill()
-    failed = [rank for rank, code in enumerate(codes) if code]
-    if failed:
-        said = (folder / f"rank{failed[0]}.txt").read_text(encoding="utf-8").strip().splitlines()
+        for process in started:
+            process.wait()
+            assert process.stdin
+            process.stdin.close()
+    if failed is not None:
+        code = started[failed].returncode
+        said = (folder / f"rank{failed}.txt").read_text(encoding="utf-8").strip().splitlines()
         raise NanorayError(
-            f"rank {failed[0]} of the re-enactment ended with {codes[failed[0]]}: "
-            f"{said[-1:] or 'nothing said'}"
+            f"rank {failed} of the re-enactment ended with {code}: {said[-1:] or 'nothing said'}"
         )
     # The processes choose the name of the folder, so it is found by its run.json.
     (made,) = [path.parent for path in folder.glob("*/run.json")]
     return made
+
+
+def _first_failed(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all processes have ended, or one has failed; return its rank.
+
+    The others fail after it, because of it, or wait for it without an end.
+    """
+    running = dict(enumerate(processes))
+    while running:
+        time.sleep(POLL_S)
+        for rank, process in [*running.items()]:
+            code = process.poll()
+            if code:
+                return rank
+            if code == 0:
+                del running[rank]
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -55,6 +56,8 @@ def start(loaded: Loaded, started: float, program: Tuning, ray: bool = True) -> 
     """Run a search on its ranks; return the exit code and its folder. Raises NanorayError."""
     if loaded.dry_run or loaded.scale:
         raise ConfigError("a search has no dry run; leave --dry_run to the run itself")
+    if not 0 < program.budget_s < math.inf:
+        raise ConfigError(f"budget_s = {program.budget_s:g}; give a number of seconds above 0")
     loaded = loaded.set(OF_A_SEARCH | {"name": f"tune-{program.label}"}, "tune")
     config = loaded.config
     place = place_of(os.environ)

@@ -65,9 +65,11 @@ class Search:
         began = time.monotonic()
         self.trials.deadline = began + RACES * self.budget_s
         self.trials.next_turn()
-        if self.trials.measure((), BLOCK_S) is None:
-            raise ConfigError(f"the present setting cannot be trained: {self.trials.refused[()]}")
         try:
+            if self.trials.measure((), BLOCK_S) is None:
+                raise ConfigError(
+                    f"the present setting cannot be trained: {self.trials.refused[()]}"
+                )
             self._race_knobs()
         except SearchEnded as error:
             self.ended = str(error)
