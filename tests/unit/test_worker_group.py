@@ -78,7 +78,7 @@ def test_every_actor_has_a_slot_and_a_name_of_its_own(tmp_path: Path) -> None:
 
 def test_actors_that_die_while_starting_are_an_error(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.ray.on_ready = lambda actor, ref: actor.fail_pending(ActorDiedError())  # type: ignore[method-assign]
+    run.ray.on_describe = lambda actor, ref: actor.fail_pending(ActorDiedError())  # type: ignore[method-assign]
     with pytest.raises(RayError):
         run.group.create()
 
@@ -118,7 +118,7 @@ def test_any_rank_with_the_state_may_serve_the_store(tmp_path: Path, mute: set[i
         assert group.open_store([0, 1, 2]) == ("10.0.0.1", 4711)
     else:
         with pytest.raises(
-            RayError, match="none of the ranks 0, 1, 2, which should open a store, answers"
+            RayError, match="none of the ranks 0, 1, 2, which hold the state, answers"
         ):
             group.open_store([0, 1, 2])
 

@@ -88,7 +88,7 @@ class ActorPool:
         # All by slot. facts: pid, start, node, ip, actor, devices.
         self.actors: dict[int, Any] = {}
         self.facts: dict[int, dict[str, Any]] = {}
-        self.starting: dict[int, Any] = {}  # the pending `ready` of new actors
+        self.starting: dict[int, Any] = {}  # the pending facts of new actors
         # When each of those was requested (monotonic seconds), and how long to wait for its process.
         self._requested: dict[int, tuple[float, float]] = {}
         self.failed_starts: Counter[int] = Counter()  # in a row, of new actors
@@ -181,8 +181,9 @@ class ActorPool:
             )
         self.actors[slot] = actor
         # `ready` returns after the imports: an actor that dies in them costs another try, but no
-        # rendezvous.
-        self.starting[slot] = actor.ready.remote()
+        # rendezvous. At the start of a run all ranks import at once, and `describe` is enough: who
+        # they are must be known before one of them dies.
+        self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
         self._requested[slot] = (self.clock.monotonic(), PENDING_S)
 
     def request_again(self) -> None:

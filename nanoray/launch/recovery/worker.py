@@ -125,9 +125,9 @@ class Worker:
         if record:
             exit_record.watch(record)
 
-        # Importing torch takes seconds: start now, while the driver creates the other actors. It
-        # calls `ready` first, which joins this thread: two threads that import torch.distributed at
-        # once abort the process.
+        # Importing torch takes seconds: start now, while the driver creates the other actors.
+        # Methods that need torch join this thread first, because two threads that import
+        # torch.distributed at once abort the process.
         self._importing = threading.Thread(target=self._prepare, daemon=True)
         self._importing.start()
 
@@ -156,12 +156,17 @@ class Worker:
         # CUDA reads this when it is initialized, which comes later: see add_spares.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
 
-    def ready(self) -> dict[str, Any]:
-        """Return what is known of this process, once torch is imported and a step is rehearsed.
+    @ray.method(concurrency_group="control")
+    def describe(self) -> dict[str, Any]:
+        """Return this process's pid, start in ticks, node, IP address, Ray id and devices."""
+        return self._describe()
 
-        That is its pid, start in ticks, node, IP address, Ray id and devices.
-        """
+    def ready(self) -> dict[str, Any]:
+        """Do as `describe` does, once torch is imported and the rehearsal, if any, is done."""
         self._importing.join()
+        return self._describe()
+
+    def _describe(self) -> dict[str, Any]:
         context = self._api.get_runtime_context()
         return {
             "pid": os.getpid(),
@@ -183,6 +188,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Return the version of the NCCL library in force on this node."""
+        self._importing.join()
         from nanoray.parallel.rendezvous import runtime_nccl_version
 
         return runtime_nccl_version()
@@ -193,6 +199,7 @@ class Worker:
 
         One rank is called: rank 0 of a new run, else a rank that holds the run's state.
         """
+        self._importing.join()
         from nanoray.parallel.rendezvous import open_store
 
         host = self._api.util.get_node_ip_address()
