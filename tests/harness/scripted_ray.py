@@ -46,6 +46,7 @@ from nanoray.parallel.rendezvous import Rendezvous
 NOTICE_S = 0.02  # from a death until its peers' collectives fail
 ABORT_S = 0.03  # from an order to abort until the rank has left its group
 REPORT_S = 0.01  # from a death until Ray reports it
+TAKE_SLOT_S = 0.1  # until a spare has a slot: then a process stands beside it, for its exit record
 START_S = 2.0  # from the creation of an actor in place of a lost one until it is ready
 STEP_S = 1.0
 GO_ON_S = 0.005  # until a waiting rank has taken the next attempt; it still answers that it waits
@@ -139,6 +140,7 @@ class Actor:
         # What Ray says to calls once it is dead
         self.end: Exception = self.died(ActorDiedError())
         self.ready_at = ray.time.now + ray.imports_s
+        self.devices: list[str] = []
         self.avoids: list[str] = []  # nodes on which Ray must not place it
         self.home = ""  # a spare's node, also once it has a slot
 
@@ -169,7 +171,7 @@ class Actor:
             "node": node,
             "ip": f"10.0.0.{self.slot}",
             "actor": self.name,
-            "devices": [],
+            "devices": self.devices,
         }
 
     def write_progress(self) -> None:
@@ -404,16 +406,25 @@ class ScriptedRay:
         if self.failing_starts.get(slot, 0):
             self.failing_starts[slot] -= 1
             self.time.after(self.start_s / 2, lambda: actor.fail_pending(ActorDiedError()))
-        else:
-            self.time.after(
-                self.start_s,
-                lambda: ref.set(actor.facts if actor.slot is not None else {"node": actor.home}),
-            )
+            return
 
-    def on_take_slot(self, actor: Actor, ref: Ref, slot: int, *_: Any) -> None:
+        # A spare has imported everything long before it takes a slot.
+        was_ready = actor.home and actor.slot is not None
+        self.time.after(0.0 if was_ready else self.start_s, lambda: ref.set(actor.facts))
+
+    def on_take_slot(
+        self, actor: Actor, ref: Ref, slot: int, devices: list[str], record: Path
+    ) -> None:
         actor.slot = slot
         self.actors[slot] = actor
         self._note(f"spare takes {slot}")
+        assert record == self.spec.progress(slot)
+
+        def has_taken() -> None:
+            actor.devices = devices
+            ref.set(actor.facts)
+
+        self.time.after(TAKE_SLOT_S, has_taken)
 
     def on_open_store(self, actor: Actor, ref: Ref, world_size: int, timeout_s: float) -> None:
         self.store_server = actor

@@ -475,12 +475,15 @@ def test_an_actor_without_a_device_sees_none(
 def test_a_spare_takes_the_devices_of_its_slot(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = list[Path]()
-    monkeypatch.setattr(exit_record, "watch", records.append)
+    """Before the process for its exit record stands, which takes a while: others ask meanwhile."""
+    seen = []
+
+    def watch(record: Path) -> None:
+        seen.append((record, repr(spare), os.environ["CUDA_VISIBLE_DEVICES"], spare.describe()))
+
+    monkeypatch.setattr(exit_record, "watch", watch)
     spare = worker(rank=None)
     assert repr(spare) == "a-run spare"
-    spare.take_slot(2, ["MIG-a"], spec.progress(2))
-    assert records == [spec.progress(2)]
-    assert repr(spare) == "a-run rank 2"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-a"
-    assert spare.ready()["devices"] == ["MIG-a"]
+    facts = spare.take_slot(2, ["MIG-a"], spec.progress(2))
+    assert facts["devices"] == ["MIG-a"]
+    assert seen == [(spec.progress(2), "a-run rank 2", "MIG-a", facts)]

@@ -241,6 +241,19 @@ def test_a_spare_takes_a_slot_once_it_is_ready(tmp_path: Path) -> None:
     assert (run.ray.orders[-1], len(group.pool.spares)) == ("start spare", 1)
 
 
+def test_each_spare_that_takes_a_slot_has_its_devices(tmp_path: Path) -> None:
+    """The second one gets them from the first."""
+    run, group = started(tmp_path, spares=1)
+    group.facts[1]["devices"] = ["GPU-a"]
+    for _ in range(2):
+        run.ray.time.sleep(5.0)
+        group.pool.fill(1)
+        assert run.ray.orders[-1] == "spare takes 1"
+        assert group.pool.take_facts(1) is None
+        assert group.facts[1]["devices"] == ["GPU-a"]
+        group.add_spares()
+
+
 def test_a_spare_that_dies_in_its_imports_costs_nothing_and_is_replaced(tmp_path: Path) -> None:
     run = Run(tmp_path, spares=1)
     run.ray.failing_starts[-1] = 1

@@ -148,13 +148,17 @@ class Worker:
         return f"{self._name} {role}"
 
     @ray.method(concurrency_group="control")
-    def take_slot(self, rank: int, devices: list[str], record: Path) -> None:
-        """Make this spare a rank, on the devices of the lost one; `record`: see __init__."""
+    def take_slot(self, rank: int, devices: list[str], record: Path) -> dict[str, Any]:
+        """Make this spare a rank, on the devices of the lost one; `record`: see __init__.
+
+        Returns what `describe` does. The driver waits for that, so `run` finds the devices.
+        """
         self._rank = rank
-        exit_record.watch(record)
         self._devices = devices
         # CUDA reads this when it is initialized, which comes later: see add_spares.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        exit_record.watch(record)  # takes a tenth of a second, on a busy machine longer
+        return self._describe()
 
     @ray.method(concurrency_group="control")
     def describe(self) -> dict[str, Any]:
