@@ -52,6 +52,10 @@ DRIVER_SILENT_S = 20.0
 ORPHAN_S = 60.0
 ORPHAN_CODE = 75  # the exit code of a rank that ends because its driver is silent
 
+# Bytes of a script's lines that wait for the driver, which polls several times a second unless its
+# console is blocked. More are in the log alone.
+MOST_WAITING = 1 << 20
+
 CHECK_S = 0.005  # how often `heartbeat` checks whether the step that it waits for has passed
 
 
@@ -104,6 +108,7 @@ class Worker:
         self._captures = api is ray  # a test's stand-in has no process of its own
 
         self._messages: deque[tuple[str, Any]] = deque()
+        self._printed_bytes = 0  # of printed lines, since the driver's last poll
         self._metrics: RayMetrics | None = None
         self._output: RankOutput | None = None
         self._store: Any = None
@@ -431,12 +436,23 @@ class Worker:
         """Return the notes, records and printed lines since the last call."""
         if self._metrics:
             self._metrics.hold()
+        self._printed_bytes = 0
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def _send_line(self, stream: str, line: str) -> None:
         """Let the driver print a line of a script, if this is the first rank."""
-        if self._script and self._rendezvous.rank == 0:
+        if not self._script or self._rendezvous.rank != 0:
+            return
+        before = self._printed_bytes
+        self._printed_bytes += len(line) + 1
+        if self._printed_bytes <= MOST_WAITING:
             self._messages.append((stream, line))
+        elif before <= MOST_WAITING:
+            warning = (
+                "warning  the script prints faster than this console reads: lines are left out "
+                f"here, and logs/rank{self._rank}.log of the run has all of them"
+            )
+            self._messages.append(("stderr", warning))
 
     @ray.method(concurrency_group="control")
     def pause(self, attempt: int) -> None:
