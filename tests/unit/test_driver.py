@@ -916,6 +916,23 @@ def test_a_rank_that_runs_out_of_memory_in_its_imports_is_named(tmp_path: Path, 
     assert run.causes == [(slot, "out_of_memory")]
 
 
+def test_imports_may_take_as_long_as_a_start(tmp_path: Path) -> None:
+    """A cold torch on a network's file system, and a limit that allows for it."""
+    run = Run(tmp_path, placement_timeout_s=300.0)
+    run.ray.imports_s = 200.0
+    assert ended_well(run())
+    assert run.causes == []
+
+
+def test_a_stop_is_obeyed_while_ranks_import(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.imports_s = 60.0
+    run.ray.at(10.0, run.sigterm)
+    outcome = run()
+    assert (outcome["ok"], outcome["exit_reason"]) == (True, "stopped")
+    assert run.ray.time.now - run.ray.time.began < 11.0
+
+
 def test_a_rank_that_dies_before_its_imports_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

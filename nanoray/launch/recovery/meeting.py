@@ -15,8 +15,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.launch.placement import START_TIMEOUT_S
-from nanoray.launch.recovery.actors import ActorPool
+from nanoray.launch.recovery.actors import ActorPool, start_timeout_s
 from nanoray.parallel.rendezvous import (
     BackendChoice,
     RankDevice,
@@ -55,8 +54,8 @@ class Meeting:
         kind = self._pool.place.kind
         version = None
         if kind != "cpu":
-            actor = self._pool.actors[first]
-            [version] = self._pool.wait_for([actor.nccl_version.remote()], START_TIMEOUT_S)
+            asked = self._pool.actors[first].nccl_version.remote()
+            [version] = self._pool.wait_for([asked], start_timeout_s(self._pool.spec.config))
         cards = []
         for fact in facts:
             # Ray does not report which card a slice belongs to, so all slices of a node count as
@@ -73,7 +72,7 @@ class Meeting:
         if world_size == 1:
             return "", 0
         store = self._request_store(0, world_size)
-        [(address, port)] = self._pool.wait_for([store], START_TIMEOUT_S)
+        [(address, port)] = self._pool.wait_for([store], start_timeout_s(self._pool.spec.config))
         self._store_slot = 0
         return address, port
 
