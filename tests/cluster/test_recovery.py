@@ -439,6 +439,46 @@ def test_a_hung_rank_is_named_and_replaced(
     assert no_actors_left(cluster)
 
 
+# At the start of each process. Rank 1 is killed a while after all have begun to import torch.
+KILLED_IN_IMPORTS = """
+import os, signal, sys, time
+
+class Kills:
+    def find_spec(self, name, path=None, target=None):
+        if name != "nanoray.train.rank":
+            return
+        frame = sys._getframe()
+        while frame and frame.f_code.co_name != "_prepare":
+            frame = frame.f_back
+        mark = os.environ["NANORAY_TEST_KILLED"]
+        if frame and frame.f_locals["self"]._rank == 1 and not os.path.exists(mark):
+            time.sleep(1)
+            open(mark, "w").write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.meta_path.insert(0, Kills())
+"""
+
+
+def test_a_rank_that_is_killed_in_its_imports_is_named(recipe: Path, tmp_path: Path) -> None:
+    """On a Ray of its own, whose processes all import what they need by themselves."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(KILLED_IN_IMPORTS)
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),
+        "NANORAY_TEST_KILLED": str(tmp_path / "killed"),
+    }
+    out = tmp_path / "out"
+    code, output = finish(start(None, recipe, out, *of(2), "--max_steps", "5", **variables))
+    assert code == 0, output
+    pid = (tmp_path / "killed").read_text()
+    named = rf"failure  rank 1 \(pid {pid}, node .*\) died in init of step 0: killed by SIGKILL"
+    assert re.search(named, output), output
+    report = only_report(out, output)
+    assert (report["rank"], report["cause"]) == (1, "killed")
+
+
 FROZEN = """
 import signal
 from nanoray.launch.recovery.rank_end import end_for_certain

@@ -46,7 +46,8 @@ from nanoray.parallel.rendezvous import Rendezvous
 NOTICE_S = 0.02  # from a death until its peers' collectives fail
 ABORT_S = 0.03  # from an order to abort until the rank has left its group
 REPORT_S = 0.01  # from a death until Ray reports it
-START_S = 2.0  # from the creation of an actor until it is ready
+TAKE_SLOT_S = 0.1  # until a spare has a slot: then a process stands beside it, for its exit record
+START_S = 2.0  # from the creation of an actor in place of a lost one until it is ready
 STEP_S = 1.0
 GO_ON_S = 0.005  # until a waiting rank has taken the next attempt; it still answers that it waits
 DRIVER_NODE = "d" * 56
@@ -136,6 +137,10 @@ class Actor:
         # state it holds where tp divides that (-1: it was left out of the group)
         self.trained, self.kept, self.share = False, 0, 0
         self.collectives = 0  # that it has started
+        # What Ray says to calls once it is dead
+        self.end: Exception = self.died(ActorDiedError())
+        self.ready_at = ray.time.now + ray.imports_s
+        self.devices: list[str] = []
         self.avoids: list[str] = []  # nodes on which Ray must not place it
         self.home = ""  # a spare's node, also once it has a slot
 
@@ -144,12 +149,18 @@ class Actor:
             ref = Ref()
             self.refs.append(ref)
             if not self.alive:
-                ref.set(ActorDiedError())
+                ref.set(self.end)
             elif not self.frozen:
                 getattr(self.ray, f"on_{method}")(self, ref, *args)
             return ref
 
         return SimpleNamespace(remote=remote)
+
+    def died(self, error: Exception) -> Exception:
+        """Return an error as Ray raises it for this actor."""
+        if isinstance(error, ActorDiedError):
+            error.actor_id = self.name
+        return error
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -160,7 +171,7 @@ class Actor:
             "node": node,
             "ip": f"10.0.0.{self.slot}",
             "actor": self.name,
-            "devices": [],
+            "devices": self.devices,
         }
 
     def write_progress(self) -> None:
@@ -190,7 +201,7 @@ class Actor:
     def fail_pending(self, error: Exception) -> None:
         self.alive, self.trains_since = False, None
         for ref in self.refs:
-            ref.set(error)
+            ref.set(self.died(error))
 
 
 @dataclass
@@ -216,6 +227,7 @@ class ScriptedRay:
     # The beginning of an order, and what happens once right after the next such order
     armed: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     start_s: float = START_S
+    imports_s: float = 0.0  # from the creation of a run's first actors until they can join others
     # Node -> Unix ms of its end; 0 if nobody said
     draining: dict[str, int] = field(default_factory=dict)
     room: int = 0  # how many more ranks other nodes can hold
@@ -378,6 +390,10 @@ class ScriptedRay:
         else:
             answer()
 
+    def on_describe(self, actor: Actor, ref: Ref) -> None:
+        if not self._loses_request(actor):
+            self._once_placed(actor, lambda: ref.set(actor.facts))
+
     def on_memory(self, actor: Actor, ref: Ref) -> None:
         ref.set(self.memory)
 
@@ -386,28 +402,34 @@ class ScriptedRay:
             self._once_placed(actor, lambda: self._start(actor, ref))
 
     def _start(self, actor: Actor, ref: Ref) -> None:
-        """Let an actor be ready: at once where all ranks start, and later in place of a lost one."""
         slot = -1 if actor.slot is None else actor.slot
-        is_first = not any(other.alive and other.runs for other in self.created)
-        if is_first and actor.slot is not None:
-            ref.set(actor.facts)
-        elif self.failing_starts.get(slot, 0):
+        if self.failing_starts.get(slot, 0):
             self.failing_starts[slot] -= 1
             self.time.after(self.start_s / 2, lambda: actor.fail_pending(ActorDiedError()))
-        else:
-            self.time.after(
-                self.start_s,
-                lambda: ref.set(actor.facts if actor.slot is not None else {"node": actor.home}),
-            )
+            return
 
-    def on_take_slot(self, actor: Actor, ref: Ref, slot: int, *_: Any) -> None:
+        # A spare has imported everything long before it takes a slot.
+        was_ready = actor.home and actor.slot is not None
+        self.time.after(0.0 if was_ready else self.start_s, lambda: ref.set(actor.facts))
+
+    def on_take_slot(
+        self, actor: Actor, ref: Ref, slot: int, devices: list[str], record: Path
+    ) -> None:
         actor.slot = slot
         self.actors[slot] = actor
         self._note(f"spare takes {slot}")
+        assert record == self.spec.progress(slot)
+
+        def has_taken() -> None:
+            actor.devices = devices
+            ref.set(actor.facts)
+
+        self.time.after(TAKE_SLOT_S, has_taken)
 
     def on_open_store(self, actor: Actor, ref: Ref, world_size: int, timeout_s: float) -> None:
         self.store_server = actor
-        ref.set(("10.0.0.1", 4711))
+        imports_s = max(0.0, actor.ready_at - self.time.now)
+        self.time.after(imports_s, lambda: ref.set(("10.0.0.1", 4711)))
 
     def on_break_meeting(self, actor: Actor, ref: Ref, secret: str, absent: int) -> None:
         """The ranks that wait for a lost one know at once."""
@@ -434,8 +456,10 @@ class ScriptedRay:
             self.forming[r.rank] = actor
             actor.step, actor.phase = 0, "init"
             self.time.after(0.01, partial(self._refuse, actor))
-            return
-        self._join(actor, spec, r)
+        elif actor.ready_at > self.time.now:
+            self.time.after(actor.ready_at - self.time.now, lambda: self._join(actor, spec, r))
+        else:
+            self._join(actor, spec, r)
 
     def _refuse(self, actor: Actor) -> None:
         """Let a newcomer's `run` say that it cannot work, unless it has ended before."""
@@ -608,6 +632,8 @@ class ScriptedRay:
             actor.write_progress()
         actor.alive, actor.trains_since = False, None
         actor.frozen = actor.stuck = False
+        if isinstance(error, OutOfMemoryError):
+            actor.end = error
         leaves_record = isinstance(error, ActorDiedError) and not isinstance(error, NodeDied)
         if actor.slot is not None and leaves_record:
             record = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults import exit_record
@@ -891,9 +892,70 @@ def test_a_fault_after_the_last_checkpoint_changes_nothing(tmp_path: Path) -> No
     assert not [order for order in run.orders if order.startswith("run")]
 
 
+@pytest.mark.parametrize("slot", range(3))
+def test_a_rank_that_dies_in_its_imports_is_named(
+    tmp_path: Path, slot: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All import at once, and the others still do when one of them is killed."""
+    run = Run(tmp_path)
+    run.ray.imports_s = 4.0
+    run.ray.at(1.3, run.ray.die, slot)
+    assert ended_well(run())
+    # Rank 0 has no store yet in which the others could meet another process.
+    assert what(run) == [(slot, "killed", "in_place" if slot else "restart", 0)]
+    killed = f"rank {slot} (pid {1000 + slot}, node 10.0.0.{slot}) died in init of step 0"
+    assert f"{killed}: killed by SIGKILL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("slot", range(3))
+def test_a_rank_that_runs_out_of_memory_in_its_imports_is_named(tmp_path: Path, slot: int) -> None:
+    run = Run(tmp_path)
+    run.ray.imports_s = 4.0
+    run.ray.at(1.3, run.ray.die, slot, how="memory")
+    assert ended_well(run())
+    assert run.causes == [(slot, "out_of_memory")]
+
+
+def test_imports_may_take_as_long_as_a_start(tmp_path: Path) -> None:
+    """A cold torch on a network's file system, and a limit that allows for it."""
+    run = Run(tmp_path, placement_timeout_s=300.0)
+    run.ray.imports_s = 200.0
+    assert ended_well(run())
+    assert run.causes == []
+
+
+def test_a_stop_is_obeyed_while_ranks_import(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ray.imports_s = 60.0
+    run.ray.at(10.0, run.sigterm)
+    outcome = run()
+    assert (outcome["ok"], outcome["exit_reason"]) == (True, "stopped")
+    assert run.ray.time.now - run.ray.time.began < 11.0
+
+
+def test_a_rank_that_dies_before_its_imports_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process has said nothing yet, not even its pid."""
+    run = Run(tmp_path)
+    starts = run.ray.on_describe
+
+    def describe(actor: Actor, ref: Ref) -> None:
+        if actor.slot == 1:
+            run.ray.on_describe = starts  # type: ignore[method-assign]
+            actor.fail_pending(ActorDiedError())
+        else:
+            starts(actor, ref)
+
+    run.ray.on_describe = describe  # type: ignore[method-assign]
+    assert ended_well(run())
+    assert what(run) == [(1, "killed", "restart", 0)]
+    assert "failure  rank 1 died while its process started: killed" in capsys.readouterr().out
+
+
 def test_actors_that_do_not_start(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.ray.on_ready = lambda actor, ref: None  # type: ignore[method-assign]
+    run.ray.on_describe = lambda actor, ref: None  # type: ignore[method-assign]
     with pytest.raises(
         PlacementError, match="the actors did not start within 90 s; look at `ray logs`"
     ):
@@ -904,15 +966,14 @@ def test_actors_that_do_not_start(tmp_path: Path) -> None:
 def test_actors_that_do_not_start_again_are_tried_again(tmp_path: Path, tries: int) -> None:
     """After a fault that nobody survived: what had worked before may work again."""
     run = Run(tmp_path)
-    starts, asked = run.ray.on_ready, itertools.count()
+    starts, asked = run.ray.on_describe, itertools.count()
 
-    def ready(actor: Actor, ref: Ref) -> None:
-        # First the new actors that take the place of the lost ones at once
-        if next(asked) >= 3 + 3 * tries:
+    def describe(actor: Actor, ref: Ref) -> None:
+        if next(asked) >= 3 * tries:
             starts(actor, ref)
 
     def lose_all() -> None:
-        run.ray.on_ready = ready  # type: ignore[method-assign]
+        run.ray.on_describe = describe  # type: ignore[method-assign]
         for slot in range(3):
             run.ray.die(slot)
 

@@ -233,6 +233,23 @@ def test_an_outcome_is_returned_and_messages_wait_for_a_poll(spec: RunSpec) -> N
     assert rank.poll() == []
 
 
+def test_a_flood_does_not_fill_the_memory_of_rank_0_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver polls no more while its console is blocked, as by a pager."""
+    monkeypatch.setattr("nanoray.launch.recovery.worker.MOST_WAITING", 100)
+    rank = worker(rank=0)
+    rank._script = PickledScript.__new__(PickledScript)
+    for _ in range(2):
+        for number in range(50):
+            rank._send_line("stdout", f"line {number}")
+        sent = rank.poll()
+        assert 10 < len(sent) < 20
+        assert sent[:2] == [("stdout", "line 0"), ("stdout", "line 1")]
+        assert [line for stream, line in sent if stream == "stderr"] == [sent[-1][1]]
+        assert "lines are left out here, and logs/rank0.log" in sent[-1][1]
+
+
 # Orders.
 
 
@@ -475,12 +492,15 @@ def test_an_actor_without_a_device_sees_none(
 def test_a_spare_takes_the_devices_of_its_slot(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = list[Path]()
-    monkeypatch.setattr(exit_record, "watch", records.append)
+    """Before the process for its exit record stands, which takes a while: others ask meanwhile."""
+    seen = []
+
+    def watch(record: Path) -> None:
+        seen.append((record, repr(spare), os.environ["CUDA_VISIBLE_DEVICES"], spare.describe()))
+
+    monkeypatch.setattr(exit_record, "watch", watch)
     spare = worker(rank=None)
     assert repr(spare) == "a-run spare"
-    spare.take_slot(2, ["MIG-a"], spec.progress(2))
-    assert records == [spec.progress(2)]
-    assert repr(spare) == "a-run rank 2"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-a"
-    assert spare.ready()["devices"] == ["MIG-a"]
+    facts = spare.take_slot(2, ["MIG-a"], spec.progress(2))
+    assert facts["devices"] == ["MIG-a"]
+    assert seen == [(spec.progress(2), "a-run rank 2", "MIG-a", facts)]

@@ -78,7 +78,7 @@ def test_every_actor_has_a_slot_and_a_name_of_its_own(tmp_path: Path) -> None:
 
 def test_actors_that_die_while_starting_are_an_error(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.ray.on_ready = lambda actor, ref: actor.fail_pending(ActorDiedError())  # type: ignore[method-assign]
+    run.ray.on_describe = lambda actor, ref: actor.fail_pending(ActorDiedError())  # type: ignore[method-assign]
     with pytest.raises(RayError):
         run.group.create()
 
@@ -118,7 +118,7 @@ def test_any_rank_with_the_state_may_serve_the_store(tmp_path: Path, mute: set[i
         assert group.open_store([0, 1, 2]) == ("10.0.0.1", 4711)
     else:
         with pytest.raises(
-            RayError, match="none of the ranks 0, 1, 2, which should open a store, answers"
+            RayError, match="none of the ranks 0, 1, 2, which hold the state, answers"
         ):
             group.open_store([0, 1, 2])
 
@@ -239,6 +239,19 @@ def test_a_spare_takes_a_slot_once_it_is_ready(tmp_path: Path) -> None:
     assert group.pool.spares == []
     group.add_spares()
     assert (run.ray.orders[-1], len(group.pool.spares)) == ("start spare", 1)
+
+
+def test_each_spare_that_takes_a_slot_has_its_devices(tmp_path: Path) -> None:
+    """The second one gets them from the first."""
+    run, group = started(tmp_path, spares=1)
+    group.facts[1]["devices"] = ["GPU-a"]
+    for _ in range(2):
+        run.ray.time.sleep(5.0)
+        group.pool.fill(1)
+        assert run.ray.orders[-1] == "spare takes 1"
+        assert group.pool.take_facts(1) is None
+        assert group.facts[1]["devices"] == ["GPU-a"]
+        group.add_spares()
 
 
 def test_a_spare_that_dies_in_its_imports_costs_nothing_and_is_replaced(tmp_path: Path) -> None:

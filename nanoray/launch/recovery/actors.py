@@ -88,7 +88,7 @@ class ActorPool:
         # All by slot. facts: pid, start, node, ip, actor, devices.
         self.actors: dict[int, Any] = {}
         self.facts: dict[int, dict[str, Any]] = {}
-        self.starting: dict[int, Any] = {}  # the pending `ready` of new actors
+        self.starting: dict[int, Any] = {}  # the pending facts of new actors
         # When each of those was requested (monotonic seconds), and how long to wait for its process.
         self._requested: dict[int, tuple[float, float]] = {}
         self.failed_starts: Counter[int] = Counter()  # in a row, of new actors
@@ -167,23 +167,30 @@ class ActorPool:
         if not head_answers:
             return
 
+        self._requested[slot] = (self.clock.monotonic(), PENDING_S)
+        spare = self._take_spare(slot)
+        if spare is not None:
+            self.actors[slot] = spare
+            self.promoted.add(slot)
+            devices = self.facts[slot]["devices"]
+            self.starting[slot] = spare.take_slot.remote(slot, devices, self.spec.progress(slot))
+            return
+
         replaces = bool(self.facts)
-        actor = self._take_spare(slot)
-        if actor is None:
-            actor = self.new_actor(
-                slot,
-                # With shrink the others train meanwhile, so a new actor has the time to rehearse a
-                # step; otherwise they wait for it.
-                rehearse=replaces and self.spec.config.recovery == "shrink",
-                num_cpus=self.place.bundle["CPU"],
-                num_gpus=self.place.bundle.get("GPU", 0),
-                scheduling_strategy=self._strategy(slot),
-            )
+        actor = self.new_actor(
+            slot,
+            # With shrink the others train meanwhile, so a new actor has the time to rehearse a step;
+            # otherwise they wait for it.
+            rehearse=replaces and self.spec.config.recovery == "shrink",
+            num_cpus=self.place.bundle["CPU"],
+            num_gpus=self.place.bundle.get("GPU", 0),
+            scheduling_strategy=self._strategy(slot),
+        )
         self.actors[slot] = actor
         # `ready` returns after the imports: an actor that dies in them costs another try, but no
-        # rendezvous.
-        self.starting[slot] = actor.ready.remote()
-        self._requested[slot] = (self.clock.monotonic(), PENDING_S)
+        # rendezvous. At the start of a run all ranks import at once, and `describe` is enough: who
+        # they are must be known before one of them dies.
+        self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
 
     def request_again(self) -> None:
         """Create the actors again for which Ray starts no process, and print a line for each.
@@ -384,7 +391,7 @@ class ActorPool:
         return min(names, key=lambda name: (self._failed_spares[name], spares[name]), default="")
 
     def _take_spare(self, slot: int) -> Any:
-        """Assign a ready spare to a slot and return it; None if there is none that fits."""
+        """Take a ready spare that fits a slot from the spares; None if there is none."""
         for spare in list(self.spares):
             try:
                 done, _ = self.api.wait([spare.ready], timeout=0)
@@ -398,8 +405,6 @@ class ActorPool:
                 if self.place.kind != "cpu" and node != lost["node"]:
                     continue
                 self._remove_spare(spare)
-                spare.actor.take_slot.remote(slot, lost["devices"], self.spec.progress(slot))
-                self.promoted.add(slot)
                 return spare.actor
             except RayError:  # it died in its imports; the next look forgets it
                 continue

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError
 
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.layout import Layout
@@ -239,7 +239,8 @@ class Driver:
             if not self.faults.causes:
                 raise PlacementError(message) from None
         failure = read_start(self.at.group, error) if self.at.group else None
-        failure = failure or Failure(0, "killed", message)
+        cause = "out_of_memory" if isinstance(error, OutOfMemoryError) else "killed"
+        failure = failure or Failure(0, cause, message)
         collector = FailureCollector([failure.rank], False, 0.0, 0.0)
         collector.ended(failure.rank, failure, self._clock.monotonic())
         return collector

@@ -1,8 +1,8 @@
 """Where the ranks of a group find each other: one's store, a secret, and the backend to use then.
 
-open (at a start in rank 0,    ─► address ─► rendezvous ─► each rank's `run` or `go_on`
-      later in a rank that has
-      the run's state)
+begin:   open_first (in rank 0)    ─► address ─┐
+regroup: open (in a rank that has  ─► address ─┼─► rendezvous ─► each rank's `run` or `go_on`
+         the run's state)                      │
 a rank is lost before all have met ─► break_for ─► the others fail at once
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.launch.placement import START_TIMEOUT_S
-from nanoray.launch.recovery.actors import ActorPool
+from nanoray.launch.recovery.actors import ActorPool, start_timeout_s
 from nanoray.parallel.rendezvous import (
     BackendChoice,
     RankDevice,
@@ -25,7 +24,7 @@ from nanoray.parallel.rendezvous import (
     rendezvous_of,
 )
 
-STORE_TIMEOUT_S = 5.0  # a rank that is ready, or waits, opens a store in milliseconds
+STORE_TIMEOUT_S = 5.0  # a rank that waits opens a store in milliseconds
 
 
 class Meeting:
@@ -55,8 +54,8 @@ class Meeting:
         kind = self._pool.place.kind
         version = None
         if kind != "cpu":
-            actor = self._pool.actors[first]
-            [version] = self._pool.wait_for([actor.nccl_version.remote()], START_TIMEOUT_S)
+            asked = self._pool.actors[first].nccl_version.remote()
+            [version] = self._pool.wait_for([asked], start_timeout_s(self._pool.spec.config))
         cards = []
         for fact in facts:
             # Ray does not report which card a slice belongs to, so all slices of a node count as
@@ -65,22 +64,37 @@ class Meeting:
             cards.append(RankDevice(kind, fact["node"], card))
         return choose_backend(cards, self._pool.spec.config.backend, version)
 
-    def open(self, world_size: int, slots: Sequence[int]) -> tuple[str, int]:
-        """Open a store in the first of these slots that answers. Returns its address.
+    def open_first(self, world_size: int) -> tuple[str, int]:
+        """Open a store in rank 0's process, for a start. Returns its address. Raises RayError.
+
+        That process may still be importing torch.
+        """
+        if world_size == 1:
+            return "", 0
+        store = self._request_store(0, world_size)
+        [(address, port)] = self._pool.wait_for([store], start_timeout_s(self._pool.spec.config))
+        self._store_slot = 0
+        return address, port
+
+    def open(self, world_size: int, holders: Sequence[int]) -> tuple[str, int]:
+        """Open a store in the first of the slots `holders` that answers. Returns its address.
 
         Raises RayError if none of them does: they are dead or frozen.
         """
         if world_size == 1:
             return "", 0
-        timeout_s = self._pool.spec.config.init_timeout_s
-        for slot in slots:
-            store = self._pool.actors[slot].open_store.remote(world_size, timeout_s)
+        for slot in holders:
+            store = self._request_store(slot, world_size)
             with suppress(RayError):
                 address, port = self._pool.api.get(store, timeout=STORE_TIMEOUT_S)
                 self._store_slot = slot
                 return address, port
-        ranks = ", ".join(map(str, slots))
-        raise RayError(f"none of the ranks {ranks}, which should open a store, answers")
+        ranks = ", ".join(map(str, holders))
+        raise RayError(f"none of the ranks {ranks}, which hold the state, answers")
+
+    def _request_store(self, slot: int, world_size: int) -> Any:
+        timeout_s = self._pool.spec.config.init_timeout_s
+        return self._pool.actors[slot].open_store.remote(world_size, timeout_s)
 
     def break_for(self, rank: int, running: Sequence[int]) -> None:
         """Let members that still wait for a lost rank in the store's meeting fail at once.

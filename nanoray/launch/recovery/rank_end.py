@@ -63,9 +63,27 @@ def read_result(
 
 def read_start(group: WorkerGroup, error: RayError) -> Failure | None:
     """Return how the rank died that an error of a start is about; None if it is about none."""
-    for slot, facts in group.facts.items():
-        if isinstance(error, ActorDiedError) and error.actor_id == facts["actor"]:
-            return _death(group, slot, error, group.pool.clock.monotonic() + EXIT_RECORD_S)
+    slot = _dead_slot(group, error)
+    if slot is None:
+        return None
+    if slot in group.facts:
+        return _death(group, slot, error, group.pool.clock.monotonic() + EXIT_RECORD_S)
+    # Its process had not yet said who it is.
+    cause, verb, how = _name_death(error, {})
+    return Failure(
+        slot, cause, f"rank {slot} {verb} while its process started: {how}", detail=str(error)
+    )
+
+
+def _dead_slot(group: WorkerGroup, error: RayError) -> int | None:
+    """Return the slot of the actor that an error of a start is about; None if it is about none."""
+    if isinstance(error, ActorDiedError):
+        for slot, actor in group.pool.actors.items():
+            if error.actor_id == actor._actor_id.hex():
+                return slot
+    # It names no actor. But once all have described themselves, a start waits for rank 0 only.
+    if isinstance(error, OutOfMemoryError) and not group.pool.starting and not group.runs:
+        return 0
     return None
 
 

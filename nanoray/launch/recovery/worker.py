@@ -52,6 +52,10 @@ DRIVER_SILENT_S = 20.0
 ORPHAN_S = 60.0
 ORPHAN_CODE = 75  # the exit code of a rank that ends because its driver is silent
 
+# Bytes of a script's lines that wait for the driver, which polls several times a second unless its
+# console is blocked. More are in the log alone.
+MOST_WAITING = 1 << 20
+
 CHECK_S = 0.005  # how often `heartbeat` checks whether the step that it waits for has passed
 
 
@@ -104,6 +108,7 @@ class Worker:
         self._captures = api is ray  # a test's stand-in has no process of its own
 
         self._messages: deque[tuple[str, Any]] = deque()
+        self._printed_bytes = 0  # of printed lines, since the driver's last poll
         self._metrics: RayMetrics | None = None
         self._output: RankOutput | None = None
         self._store: Any = None
@@ -125,9 +130,9 @@ class Worker:
         if record:
             exit_record.watch(record)
 
-        # Importing torch takes seconds: start now, while the driver creates the other actors. It
-        # calls `ready` first, which joins this thread: two threads that import torch.distributed at
-        # once abort the process.
+        # Importing torch takes seconds: start now, while the driver creates the other actors.
+        # Methods that need torch join this thread first, because two threads that import
+        # torch.distributed at once abort the process.
         self._importing = threading.Thread(target=self._prepare, daemon=True)
         self._importing.start()
 
@@ -148,20 +153,29 @@ class Worker:
         return f"{self._name} {role}"
 
     @ray.method(concurrency_group="control")
-    def take_slot(self, rank: int, devices: list[str], record: Path) -> None:
-        """Make this spare a rank, on the devices of the lost one; `record`: see __init__."""
+    def take_slot(self, rank: int, devices: list[str], record: Path) -> dict[str, Any]:
+        """Make this spare a rank, on the devices of the lost one; `record`: see __init__.
+
+        Returns what `describe` does. The driver waits for that, so `run` finds the devices.
+        """
         self._rank = rank
-        exit_record.watch(record)
         self._devices = devices
         # CUDA reads this when it is initialized, which comes later: see add_spares.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        exit_record.watch(record)  # takes a tenth of a second, on a busy machine longer
+        return self._describe()
+
+    @ray.method(concurrency_group="control")
+    def describe(self) -> dict[str, Any]:
+        """Return this process's pid, start in ticks, node, IP address, Ray id and devices."""
+        return self._describe()
 
     def ready(self) -> dict[str, Any]:
-        """Return what is known of this process, once torch is imported and a step is rehearsed.
-
-        That is its pid, start in ticks, node, IP address, Ray id and devices.
-        """
+        """Do as `describe` does, once torch is imported and the rehearsal, if any, is done."""
         self._importing.join()
+        return self._describe()
+
+    def _describe(self) -> dict[str, Any]:
         context = self._api.get_runtime_context()
         return {
             "pid": os.getpid(),
@@ -183,6 +197,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Return the version of the NCCL library in force on this node."""
+        self._importing.join()
         from nanoray.parallel.rendezvous import runtime_nccl_version
 
         return runtime_nccl_version()
@@ -193,6 +208,7 @@ class Worker:
 
         One rank is called: rank 0 of a new run, else a rank that holds the run's state.
         """
+        self._importing.join()
         from nanoray.parallel.rendezvous import open_store
 
         host = self._api.util.get_node_ip_address()
@@ -420,12 +436,23 @@ class Worker:
         """Return the notes, records and printed lines since the last call."""
         if self._metrics:
             self._metrics.hold()
+        self._printed_bytes = 0
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def _send_line(self, stream: str, line: str) -> None:
         """Let the driver print a line of a script, if this is the first rank."""
-        if self._script and self._rendezvous.rank == 0:
+        if not self._script or self._rendezvous.rank != 0:
+            return
+        before = self._printed_bytes
+        self._printed_bytes += len(line) + 1
+        if self._printed_bytes <= MOST_WAITING:
             self._messages.append((stream, line))
+        elif before <= MOST_WAITING:
+            warning = (
+                "warning  the script prints faster than this console reads: lines are left out "
+                f"here, and logs/rank{self._rank}.log of the run has all of them"
+            )
+            self._messages.append(("stderr", warning))
 
     @ray.method(concurrency_group="control")
     def pause(self, attempt: int) -> None:

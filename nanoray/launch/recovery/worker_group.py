@@ -119,7 +119,7 @@ class WorkerGroup:
         self.members = sorted(self.pool.actors)
         self._began_at = self.pool.clock.monotonic()
         ranks = self._rendezvous()
-        address, port = self.meeting.open(len(ranks), self.members[:1])
+        address, port = self.meeting.open_first(len(ranks))
 
         spec = self.spec.to_dict()  # once: there may be thousands of ranks
         for rank in ranks:
