@@ -258,6 +258,34 @@ def test_a_buffer_that_grows_is_refused_in_its_first_step(
             )
 
 
+def with_counter(run: Run, size: int) -> None:
+    model, optimizer = make("moving")
+    if size:
+        model.register_buffer("count", torch.full((size,), 4))
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points())
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (1, 0, "count only in the checkpoint"),
+        (0, 1, "count not in the checkpoint"),
+        (1, 2, "count has the shape [1] there and [2] here"),
+    ],
+)
+def test_a_resume_with_other_buffers_is_refused_where_ranks_cut_the_model(
+    tmp_path: Path, two: LastingRanks, before: int, now: int, text: str
+) -> None:
+    """A whole model is compared by torch's load_state_dict."""
+    settings = {"dp_mode": "fsdp", "stop_at": 2}
+    program = Program(partial(with_counter, size=before), frozenset(settings))
+    two.train(a_spec(tmp_path, **settings), program)
+    program = Program(partial(with_counter, size=now), frozenset(settings))
+    for outcome in two.train(a_spec(tmp_path, dp_mode="fsdp", resume="auto"), program):
+        assert outcome.get("error") == "CheckpointError", outcome
+        assert outcome["message"].startswith(f"the checkpoint is of another model: {text}")
+
+
 def with_more_trained(run: Run, first: bool) -> None:
     model, _ = make("assorted")
     model.base.requires_grad_(not first)
