@@ -32,7 +32,7 @@ from nanoray.script.data.source import ORDER, STREAM, ScriptData, batch_size_of
 from nanoray.script.data.stream import Stream
 from nanoray.script.dry_run import own_lines
 from nanoray.script.even_fsdp import EvenFSDP
-from nanoray.script.loose_buffers import LooseBuffers, is_loose
+from nanoray.script.loose_buffers import LooseBuffers
 from nanoray.script.run import Run
 from nanoray.script.schedule import ScriptSchedule
 from nanoray.script.shards import cut_optimizer, follow_parameters
@@ -173,8 +173,8 @@ class ScriptTask:
         hooks.append(FrozenParameters(model))
         if data.size > 1 and not isinstance(mode, EvenFSDP):
             hooks.append(AbsentGradients(model, mode, mesh))
-        if is_loose(model):
-            hooks.append(LooseBuffers(model, mesh))
+        # Also for a model without buffers, because a forward may register one.
+        hooks.append(LooseBuffers(model, mesh))
         return hooks
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:

@@ -258,6 +258,42 @@ def test_a_buffer_that_grows_is_refused_in_its_first_step(
             )
 
 
+def test_a_buffer_of_a_model_that_had_none_is_refused_in_its_first_step(
+    tmp_path: Path, two: LastingRanks
+) -> None:
+    with LastingRanks(1) as alone:
+        for ranks in (alone, two):
+            program = Program(partial(fit, kind="late"), frozenset())
+            for outcome in ranks.train(a_spec(tmp_path), program):
+                assert outcome.get("error") == "ConfigError", outcome
+                assert outcome["message"].startswith(
+                    "a forward has changed the buffer seen from none to (2,) of torch.float32"
+                )
+
+
+def fit_passing(run: Run, folder: Path) -> None:
+    model, optimizer = make("passing")
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(), points())
+    torch.save(model.mean, folder / f"{run.rank}.pt")
+
+
+def test_buffers_that_no_checkpoint_keeps_are_rank_0s_too(
+    tmp_path: Path, two: LastingRanks
+) -> None:
+    """As in torch's DDP."""
+    program = Program(partial(fit_passing, folder=tmp_path), frozenset())
+    for outcome in two.train(a_spec(tmp_path), program):
+        assert "error" not in outcome, outcome
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first.abs().sum() > 0
+    assert torch.equal(first, second)
+
+    program = Program(partial(fit, kind="passing and growing"), frozenset())
+    for outcome in two.train(a_spec(tmp_path), program):
+        assert outcome.get("error") == "ConfigError", outcome
+        assert "rank 1 has the buffer largest as" in outcome["message"]
+
+
 def with_counter(run: Run, size: int) -> None:
     model, optimizer = make("moving")
     if size:
