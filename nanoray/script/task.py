@@ -170,7 +170,7 @@ class ScriptTask:
         hooks: list[StepHook] = []
         # No parameter may begin to train in the middle of a run. Some may be left without a gradient,
         # which fsdp refuses.
-        hooks.append(FrozenParameters(model))
+        hooks.append(FrozenParameters(model, mesh))
         if data.size > 1 and not isinstance(mode, EvenFSDP):
             hooks.append(AbsentGradients(model, mode, mesh))
         # Also for a model without buffers, because a forward may register one.

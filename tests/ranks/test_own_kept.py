@@ -322,6 +322,34 @@ def test_a_resume_with_other_buffers_is_refused_where_ranks_cut_the_model(
         assert outcome["message"].startswith(f"the checkpoint is of another model: {text}")
 
 
+class Thawing(nn.Sequential):
+    """On one rank a frozen layer begins to train."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(nn.Linear(3, 16), nn.Linear(16, 1))
+        self.rank = rank
+        self[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.rank == 1:
+            self[0].requires_grad_(True)
+        return super().forward(x)
+
+
+def fit_thawing(run: Run) -> None:
+    model = Thawing(run.rank)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.05)
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points())
+
+
+def test_a_parameter_that_begins_to_train_on_one_rank_ends_all_with_its_name(
+    tmp_path: Path, two: LastingRanks
+) -> None:
+    for outcome in two.train(a_spec(tmp_path), Program(fit_thawing, frozenset())):
+        assert outcome.get("error") == "ConfigError", outcome
+        assert outcome["message"].startswith("0.weight had requires_grad = False when the run")
+
+
 def with_more_trained(run: Run, first: bool) -> None:
     model, _ = make("assorted")
     model.base.requires_grad_(not first)
