@@ -52,8 +52,8 @@ class FaultKeys(Group):
 
     # What happens to a step that runs out of memory
     on_oom: Literal["shrink", "stop"] = field("shrink", "fault")
-    """when a step runs out of memory: shrink (all ranks halve the micro batch, accumulate more, and
-    do the step again) | stop"""
+    """when a step or an evaluation runs out of memory: shrink (all ranks halve the micro batch,
+    accumulate more, and do it again) | stop"""
 
     # Silent errors
     hash_every: Natural = field(250, "fault")

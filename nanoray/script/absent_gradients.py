@@ -57,13 +57,21 @@ class FrozenParameters(StepHook):
     No rank would share its gradient, and no checkpoint keep its optimizer's state.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
     def add_up(self) -> None:
-        """Raise ConfigError if a parameter that was frozen when the run began is so no longer."""
-        for name, p in self._frozen.items():
-            if p.requires_grad:
+        """Raise ConfigError, on all ranks, if a parameter that was frozen is so no longer on one.
+
+        Without a frozen parameter nothing is sent. (all ranks)
+        """
+        if not self._frozen:
+            return
+        own = torch.tensor([p.requires_grad for p in self._frozen.values()], dtype=torch.uint8)
+        trains = self._mesh.max_of(own).tolist()
+        for name, begins in zip(self._frozen, trains, strict=True):
+            if begins:
                 raise ConfigError(
                     f"{name} had requires_grad = False when the run began, and has True now: no rank "
                     "would share its gradient or save its state. Let it require a gradient when "

@@ -7,8 +7,9 @@
     undo      a step that broke, is not finite, or is done again: back to the copy
 
 torch's DDP also lets rank 0's buffers hold for all, before each forward. Nothing but these messages
-depends on the values of others, so a step that is repeated changes a counter once. Buffers that no
-checkpoint keeps, and extra states, are not sent: each rank has its own, and rank 0's states are saved.
+depends on the values of others, so a step that is repeated changes a counter once. Extra states are
+not sent: as in torch, each rank has its own, and rank 0's are saved. A buffer that a forward registers
+is refused if a checkpoint would keep it, and else not sent.
 """
 
 from __future__ import annotations
@@ -24,62 +25,91 @@ from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mesh import Mesh
 
 NONE = "none"  # a buffer that is not there
+Forms = dict[str, str]  # by the name of a buffer: its shape and type, in words
 
 
-def is_loose(model: nn.Module) -> bool:
-    """Whether a forward may change what belongs to the model's state, besides running statistics."""
-    return bool(_loose(model)) or any(has_extra_state(module) for module in model.modules())
-
-
-def _loose(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a checkpoint that no step hook keeps equal on all ranks."""
+def _loose(model: nn.Module, persistent: bool | None = None) -> dict[str, Tensor]:
+    """Return the buffers that no other step hook keeps equal on all ranks."""
     loose = {}
-    for name, buffer in buffers_of(model, persistent=True).items():
+    for name, buffer in buffers_of(model, persistent).items():
         if not isinstance(buffer.module, BatchNorm):
             loose[name] = buffer.tensor
     return loose
 
 
+def _forms_of(buffers: dict[str, Tensor]) -> Forms:
+    return {name: f"{tuple(t.shape)} of {t.dtype}" for name, t in buffers.items()}
+
+
 class LooseBuffers(StepHook):
-    """Keeps the buffers of a script's model equal on all ranks."""
+    """Keeps the buffers of a script's model equal on all ranks, and refuses new ones."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._model = model
         self._mesh = mesh
-        self._forms = self._forms_now()
+        self._kept = _forms_of(_loose(model, persistent=True))
+        self._passing = _forms_of(_loose(model, persistent=False))
+        # Whether a forward may change what an undone step must bring back. A model may have none.
+        has_states = any(has_extra_state(module) for module in model.modules())
+        self._changes = bool(self._kept or self._passing) or has_states
         self._before: Undisturbed | None = None  # set from a step's begin to its end
         self._received = torch.empty(0, dtype=torch.uint8)
 
-    def _forms_now(self) -> dict[str, str]:
-        """Return the shape and type of each buffer, in words."""
-        forms = {}
-        for name, tensor in _loose(self._model).items():
-            forms[name] = f"{tuple(tensor.shape)} of {tensor.dtype}"
-        return forms
-
     def begin(self) -> None:
         self.undo()  # a step that broke
-        self._before = Undisturbed(self._model)
+        if self._changes:
+            self._before = Undisturbed(self._model)
 
     @torch.no_grad()
     def add_up(self) -> None:
         """Receive the buffers of rank 0. (all ranks) Raises ConfigError where a shape has changed."""
+        self._require_kept()
+        if self._mesh.world_size == 1 or not (self._kept or self._passing):
+            return
+        if self._passing:
+            self._require_same_passing()
+        parts = [bytes_of(tensor) for tensor in self._sent()]
+        if parts:
+            self._received = torch.cat(parts)
+            self._mesh.broadcast_tensor(self._received, 0)
+
+    def _require_kept(self) -> None:
+        """Raise ConfigError if a forward has registered or changed what a checkpoint keeps."""
         # A resume makes the model anew, and ranks exchange messages of one size.
-        now = self._forms_now()
-        for name in sorted(now.keys() | self._forms.keys()):
-            if now.get(name) != self._forms.get(name):
+        now = _forms_of(_loose(self._model, persistent=True))
+        for name in sorted(now.keys() | self._kept.keys()):
+            if now.get(name) != self._kept.get(name):
                 raise ConfigError(
-                    f"a forward has changed the buffer {name} from {self._forms.get(name, NONE)} to "
+                    f"a forward has changed the buffer {name} from {self._kept.get(name, NONE)} to "
                     f"{now.get(name, NONE)}; register it before RuntimeEngine is made, with the shape that "
                     "it keeps, or with persistent=False if no checkpoint needs it"
                 )
-        mesh = self._mesh
-        if mesh.world_size == 1:
-            return
-        parts = [bytes_of(tensor) for tensor in _loose(self._model).values()]
-        if parts:
-            self._received = torch.cat(parts)
-            mesh.broadcast_tensor(self._received, 0)
+
+    def _require_same_passing(self) -> None:
+        """Raise ConfigError, on all ranks, where a buffer has another shape on another rank.
+
+        Buffers that no checkpoint keeps, such as a table for the longest text so far, may grow. But
+        rank 0's are those of all. (all ranks)
+        """
+        now = _forms_of(_loose(self._model, persistent=False))
+        own = {name: now.get(name, NONE) for name in self._passing}
+        first, *others = self._mesh.all_gather(own)
+        for rank, forms in enumerate(others, start=1):
+            for name, form in forms.items():
+                if form != first[name]:
+                    raise ConfigError(
+                        f"after a forward rank {rank} has the buffer {name} as {form}, and rank 0 as "
+                        f"{first[name]}; rank 0's are those of all ranks, so give buffers a shape "
+                        "that does not depend on the samples"
+                    )
+
+    def _sent(self) -> list[Tensor]:
+        """Return the buffers that the model has had from the beginning, as they are now."""
+        sent = []
+        for name, tensor in _loose(self._model).items():
+            if name in self._kept or name in self._passing:
+                sent.append(tensor)
+        return sent
 
     @torch.no_grad()
     def commit(self, left_out: Tensor | None = None) -> None:
@@ -89,7 +119,7 @@ class LooseBuffers(StepHook):
         if self._mesh.rank == 0:
             return
         begin = 0
-        for tensor in _loose(self._model).values():
+        for tensor in self._sent():
             part = self._received[begin : begin + tensor.nbytes]
             begin += tensor.nbytes
             # A copy, because the bytes may lie where this dtype may not begin.

@@ -32,7 +32,7 @@ from nanoray.script.data.source import ORDER, STREAM, ScriptData, batch_size_of
 from nanoray.script.data.stream import Stream
 from nanoray.script.dry_run import own_lines
 from nanoray.script.even_fsdp import EvenFSDP
-from nanoray.script.loose_buffers import LooseBuffers, is_loose
+from nanoray.script.loose_buffers import LooseBuffers
 from nanoray.script.run import Run
 from nanoray.script.schedule import ScriptSchedule
 from nanoray.script.shards import cut_optimizer, follow_parameters
@@ -170,11 +170,11 @@ class ScriptTask:
         hooks: list[StepHook] = []
         # No parameter may begin to train in the middle of a run. Some may be left without a gradient,
         # which fsdp refuses.
-        hooks.append(FrozenParameters(model))
+        hooks.append(FrozenParameters(model, mesh))
         if data.size > 1 and not isinstance(mode, EvenFSDP):
             hooks.append(AbsentGradients(model, mode, mesh))
-        if is_loose(model):
-            hooks.append(LooseBuffers(model, mesh))
+        # Also for a model without buffers, because a forward may register one.
+        hooks.append(LooseBuffers(model, mesh))
         return hooks
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:

@@ -248,6 +248,10 @@ def require_smaller(
 
 def save_and_end(engine: Engine, group: TrainingGroup) -> NoReturn:
     """Save what the steps before a lack of memory have done; raise MemoryExhausted. (all ranks)"""
+    # A step whose evaluation did not fit is done, and its record has no validation loss.
+    session = engine.state.session
+    if session.record is not None and session.reported != engine.state.step:
+        engine.report(session.record)
     # Without a warm-up, which may not fit either
     engine.end_run(Order.STOP)
     group.mesh.barrier()

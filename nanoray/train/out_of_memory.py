@@ -132,11 +132,11 @@ def agree(mesh: Mesh, own: Shortage) -> Shortage:
 
 
 def announcement(why: str, before: Batch, batch: Batch) -> str:
-    """Return the line on a step that is done again with a smaller micro batch."""
+    """Return the line on a step, or an evaluation, that is done again with a smaller micro batch."""
     return (
         f"memory  {why}: micro batch {before.micro} -> {batch.micro}, accumulation {before.accum} "
-        f"-> {batch.accum}; the step is done again, and none is lost. Masks of dropout, statistics of "
-        "batch norms and the balance of experts depend on the micro batch's size"
+        f"-> {batch.accum}; the step or its evaluation is done again, and no step is lost. Masks of "
+        "dropout, statistics of batch norms and the balance of experts depend on the micro batch's size"
     )
 
 

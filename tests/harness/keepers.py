@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,6 +161,40 @@ class Growing(nn.Module):
         return self.head(torch.tanh(self.inner(x))) + 0.1 * self.memory.sum()
 
 
+class Late(nn.Module):
+    """A model without buffers, whose forward registers one that a checkpoint would keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(2))
+        return self.inner(x)
+
+
+class Passing(nn.Module):
+    """A mean of the samples so far that no checkpoint keeps, and that acts on the output.
+
+    `grows`: a buffer whose shape follows from the samples.
+    """
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.grows = grows
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("largest", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            if self.grows:
+                self.largest = x.detach()[x[:, 0] > 0]
+        return self.inner(x - self.mean)
+
+
 def normed() -> nn.Module:
     """torch's norms and older wrappers, whose state_dict must load into torch's own modules."""
     return nn.Sequential(
@@ -180,5 +215,8 @@ KEEPERS: dict[str, Make] = {
     "extra states": with_extra_states,
     "moving": Moving,
     "growing": Growing,
+    "late": Late,
+    "passing": Passing,
+    "passing and growing": partial(Passing, grows=True),
     "normed": normed,
 }

@@ -177,6 +177,19 @@ def test_where_no_smaller_micro_batch_helps_the_steps_before_are_saved(
     assert equal(final(again), final(clean))
 
 
+def test_a_step_whose_evaluation_does_not_fit_is_saved_and_recorded(
+    text: Path, tmp_path: Path
+) -> None:
+    plan = "no-memory@rank=0,step=3,phase=eval"
+    settings = LEAST | {"checkpoint_every": 0, "log_every": 3, "faults": plan}
+    spec = make_spec(text, tmp_path, **settings)
+    (outcome,) = run_ranks(spec, 1)
+    assert outcome["error"] == "MemoryExhausted", outcome
+    assert "in eval of step 3" in outcome["message"]
+    assert "Saved at step 3; then resume" in outcome["message"]
+    assert [*series(spec)] == [1, 3], "the loss of the step that was saved"
+
+
 def test_an_update_is_not_done_again(text: Path, tmp_path: Path) -> None:
     """Memory that runs out before the commit point is a step to repeat; within the update it is not:
     the rank ends, and the others save what they have.

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -94,6 +95,20 @@ class Cut(IterableDataset[Any]):
             yield DATA[3 * k : 3 * k + 3]
 
 
+class Drawing:
+    """A stream whose state is that of numpy's generator, which has an array."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in range(16):
+            yield DATA[3 * k : 3 * k + 3]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": np.random.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        np.random.set_state(state["generator"])
+
+
 class Once(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -142,6 +157,10 @@ REFUSED = {
     "an iterable that is cut by rank": refused(dict, DIFFERS),
     "a DistributedSampler": refused(dict, DIFFERS),
     "an empty stream": refused(lambda: three(Once()), "the train data yield no batch"),
+    "a state that no checkpoint keeps": refused(
+        Drawing,
+        "the state of the train data has a ndarray at state/generator/1, which a checkpoint",
+    ),
     "another micro_batch_size": refused(
         lambda: DataLoader(DATA, batch_size=2),
         "micro_batch_size = 3, but the train data come in batches of 2 samples, and each is one rank",
@@ -186,6 +205,9 @@ def test_data_that_fail_cost_no_step_and_say_why(tmp_path: Path) -> None:
         newest, _damaged = newest_valid(turn.spec.checkpoints)
         saved = newest.state.meta["step"] if newest else 0
         assert saved == case.step, name
+        if not case.step:
+            metrics = turn.spec.folder / "metrics.jsonl"
+            assert not metrics.is_file() or not metrics.read_text(), f"{name}: no step is lost"
     message = outcomes[0][0]["message"]
     assert "KeyError: 'no such image'\n  File" in message
     assert message.count("File") == 1, "the user's own line, and no other"

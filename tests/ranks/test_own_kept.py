@@ -258,6 +258,98 @@ def test_a_buffer_that_grows_is_refused_in_its_first_step(
             )
 
 
+def test_a_buffer_of_a_model_that_had_none_is_refused_in_its_first_step(
+    tmp_path: Path, two: LastingRanks
+) -> None:
+    with LastingRanks(1) as alone:
+        for ranks in (alone, two):
+            program = Program(partial(fit, kind="late"), frozenset())
+            for outcome in ranks.train(a_spec(tmp_path), program):
+                assert outcome.get("error") == "ConfigError", outcome
+                assert outcome["message"].startswith(
+                    "a forward has changed the buffer seen from none to (2,) of torch.float32"
+                )
+
+
+def fit_passing(run: Run, folder: Path) -> None:
+    model, optimizer = make("passing")
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(), points())
+    torch.save(model.mean, folder / f"{run.rank}.pt")
+
+
+def test_buffers_that_no_checkpoint_keeps_are_rank_0s_too(
+    tmp_path: Path, two: LastingRanks
+) -> None:
+    """As in torch's DDP."""
+    program = Program(partial(fit_passing, folder=tmp_path), frozenset())
+    for outcome in two.train(a_spec(tmp_path), program):
+        assert "error" not in outcome, outcome
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first.abs().sum() > 0
+    assert torch.equal(first, second)
+
+    program = Program(partial(fit, kind="passing and growing"), frozenset())
+    for outcome in two.train(a_spec(tmp_path), program):
+        assert outcome.get("error") == "ConfigError", outcome
+        assert "rank 1 has the buffer largest as" in outcome["message"]
+
+
+def with_counter(run: Run, size: int) -> None:
+    model, optimizer = make("moving")
+    if size:
+        model.register_buffer("count", torch.full((size,), 4))
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points())
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (1, 0, "count only in the checkpoint"),
+        (0, 1, "count not in the checkpoint"),
+        (1, 2, "count has the shape [1] there and [2] here"),
+    ],
+)
+def test_a_resume_with_other_buffers_is_refused_where_ranks_cut_the_model(
+    tmp_path: Path, two: LastingRanks, before: int, now: int, text: str
+) -> None:
+    """A whole model is compared by torch's load_state_dict."""
+    settings = {"dp_mode": "fsdp", "stop_at": 2}
+    program = Program(partial(with_counter, size=before), frozenset(settings))
+    two.train(a_spec(tmp_path, **settings), program)
+    program = Program(partial(with_counter, size=now), frozenset(settings))
+    for outcome in two.train(a_spec(tmp_path, dp_mode="fsdp", resume="auto"), program):
+        assert outcome.get("error") == "CheckpointError", outcome
+        assert outcome["message"].startswith(f"the checkpoint is of another model: {text}")
+
+
+class Thawing(nn.Sequential):
+    """On one rank a frozen layer begins to train."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(nn.Linear(3, 16), nn.Linear(16, 1))
+        self.rank = rank
+        self[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.rank == 1:
+            self[0].requires_grad_(True)
+        return super().forward(x)
+
+
+def fit_thawing(run: Run) -> None:
+    model = Thawing(run.rank)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.05)
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points())
+
+
+def test_a_parameter_that_begins_to_train_on_one_rank_ends_all_with_its_name(
+    tmp_path: Path, two: LastingRanks
+) -> None:
+    for outcome in two.train(a_spec(tmp_path), Program(fit_thawing, frozenset())):
+        assert outcome.get("error") == "ConfigError", outcome
+        assert outcome["message"].startswith("0.weight had requires_grad = False when the run")
+
+
 def with_more_trained(run: Run, first: bool) -> None:
     model, _ = make("assorted")
     model.base.requires_grad_(not first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class ModelPart(StatePart):
         """List what a checkpoint must contain, while the model is whole."""
         super().__init__(state)
         self._weights = _weights_of(state.model)
+        self._others = _others_of(state.model)
 
     # To a checkpoint, and to other ranks.
 
@@ -103,6 +104,8 @@ class ModelPart(StatePart):
     def load_whole_tensors(self, saved: StateDict) -> None:
         """Copy what no rank has cut of a model that is cut: buffers, extra states, some weights."""
         tensors, values = entries_of(saved, device_of(self._state.model))
+        if saved.has_weights:
+            self._refuse_other_buffers(saved, tensors | values)
         for name, own in self._whole_entries(keep_vars=True).items():
             if name not in tensors:
                 continue
@@ -121,23 +124,11 @@ class ModelPart(StatePart):
         """Raise CheckpointError when the saved weights are others, or others were trained."""
         before: Listing = saved.meta["weights"]
         now = self._weights
-        for names, where in (
-            (before.keys() - now.keys(), "only in the checkpoint"),
-            (now.keys() - before.keys(), "not in the checkpoint"),
-        ):
-            if names:
-                raise CheckpointError(
-                    f"the checkpoint is of another model: {_first_of(names)} {where}; resume with "
-                    "the model that wrote it"
-                )
-
+        _refuse_other_names(before.keys(), now.keys())
         shapes = [name for name in now if before[name][2] != now[name][2]]
         if shapes:
             name = min(shapes)
-            raise CheckpointError(
-                f"the checkpoint is of another model: {name} has the shape {before[name][2]} there "
-                f"and {now[name][2]} here; resume with the model that wrote it"
-            )
+            raise _other_shape(name, before[name][2], now[name][2])
         changed = {name for name in now if before[name][0] != now[name][0]}
         if changed:
             name = min(changed)
@@ -147,6 +138,24 @@ class ModelPart(StatePart):
                 f"{now[name][0]} here){more}; resume with the same ones, or begin a new run from "
                 "the weights: nanoray checkpoint export, then load_state_dict"
             )
+
+    def _refuse_other_buffers(self, saved: StateDict, entries: dict[str, Any]) -> None:
+        """Raise CheckpointError when the saved buffers or extra states are others.
+
+        For a whole model torch's load_state_dict compares them.
+        """
+        weights: Listing = saved.meta["weights"]
+        aliases = aliases_of(self._state.model)
+        before = {}
+        for name, value in entries.items():
+            if name not in weights and aliases.get(name, name) == name:
+                before[name] = value
+        now = self._others
+        _refuse_other_names(before.keys(), now.keys())
+
+        for name, shape in now.items():
+            if shape is not None and list(before[name].shape) != shape:
+                raise _other_shape(name, list(before[name].shape), shape)
 
     # To be compared.
 
@@ -201,6 +210,40 @@ def _weights_of(model: nn.Module) -> Listing:
         if id(tensor) in trained:
             listed[name] = _entry(TRAINED if trained[id(tensor)] else FROZEN, tensor)
     return listed
+
+
+def _others_of(model: nn.Module) -> dict[str, list[int] | None]:
+    """Return the shapes of a whole model's buffers, by their first names; None: an extra state."""
+    weights = {id(p) for p in model.parameters()}
+    aliases = aliases_of(model)
+    shapes: dict[str, list[int] | None] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in weights or aliases.get(name, name) != name:
+            continue
+        # An extra state may be a tensor, too, but of any shape.
+        is_buffer = isinstance(value, Tensor) and name.rpartition(".")[2] != EXTRA
+        shapes[name] = list(value.shape) if is_buffer else None
+    return shapes
+
+
+def _refuse_other_names(before: Set[str], now: Set[str]) -> None:
+    """Raise CheckpointError when a checkpoint and a model have other entries."""
+    for names, where in (
+        (before - now, "only in the checkpoint"),
+        (now - before, "not in the checkpoint"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {_first_of(names)} {where}; resume with the "
+                "model that wrote it"
+            )
+
+
+def _other_shape(name: str, before: list[int], now: list[int]) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint is of another model: {name} has the shape {before} there and {now} here; "
+        "resume with the model that wrote it"
+    )
 
 
 def _entry(kind: str, tensor: Tensor) -> list[Any]:

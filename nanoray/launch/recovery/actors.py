@@ -365,7 +365,7 @@ class ActorPool:
     def _has_memory(self, node: str) -> bool:
         """Return whether a node has as much memory free as a rank takes there, as that rank says.
 
-        Ranks reserve no memory with Ray, so it does not know. A node without a rank is tried.
+        Ranks reserve no memory with Ray, so it does not know.
         """
         slots = [slot for slot in self.ready if self.facts[slot]["node"] == node]
         if not slots:

@@ -54,10 +54,13 @@ class Stream:
     def first(self) -> tuple[int, int]:
         """Return the number of samples of the first batch, and a hash of it.
 
-        No other batch has more samples. All ranks must have the same first batch.
+        No other batch has more samples. All ranks must have the same first batch. Raises DataError
+        where the stream has a state after it that no checkpoint could keep.
         """
         if self._size is None:
             self.batch(0)
+            if self.has_state:
+                pack(self._data.state_dict())
         assert self._size is not None
         return self._size, self._hash
 
