@@ -134,5 +134,10 @@ def is_pending(api: Any, actor: Any) -> bool:
 
     That includes a process that has not returned from the actor's constructor.
     """
-    record = api._private.state.actors(actor._actor_id.hex())
+    record = api._private.state.actors(id_of(actor))
     return bool(record.get("State") == "PENDING_CREATION")
+
+
+def id_of(actor: Any) -> str:
+    """Return the id of an actor, by which Ray's errors name it."""
+    return str(actor._actor_id.hex())

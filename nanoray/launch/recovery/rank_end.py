@@ -27,6 +27,7 @@ from nanoray.faults.cause import BY_KERNEL, Failure, FailureCollector, how_it_en
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import LEFT
 from nanoray.launch.connection import bounded
+from nanoray.launch.ray_compat import id_of
 from nanoray.launch.recovery.actors import ANSWER_S, first_line
 from nanoray.launch.recovery.fault_log import end_of_log
 from nanoray.launch.recovery.worker import DRIVER_SILENT_S, ORPHAN_CODE
@@ -79,7 +80,7 @@ def _dead_slot(group: WorkerGroup, error: RayError) -> int | None:
     """Return the slot of the actor that an error of a start is about; None if it is about none."""
     if isinstance(error, ActorDiedError):
         for slot, actor in group.pool.actors.items():
-            if error.actor_id == actor._actor_id.hex():
+            if error.actor_id == id_of(actor):
                 return slot
     # It names no actor. But once all have described themselves, a start waits for rank 0 only.
     if isinstance(error, OutOfMemoryError) and not group.pool.starting and not group.runs:
