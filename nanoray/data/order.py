@@ -35,6 +35,24 @@ class EpochOrder:
         )
 
 
+def validation_batches(
+    windows: np.ndarray, rank: int, ranks: int, at_once: int
+) -> list[tuple[np.ndarray, bool]]:
+    """Return a rank's batches of an evaluation: their windows, and whether their scores count.
+
+    Ranks take windows in turn. All have equally many batches, because sharded weights are gathered in
+    each forward; a rank that has run out of windows computes the first one, which does not count.
+    """
+    own = windows[rank::ranks]
+    longest = -(-len(windows) // ranks)
+    batches = []
+    for first in range(0, longest, at_once):
+        batch = own[first : first + at_once]
+        counts = len(batch) > 0
+        batches.append((batch if counts else windows[:1], counts))
+    return batches
+
+
 # The hash from which orders of samples and generated data follow. numpy only: the driver imports it.
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.state.train_state import TrainState
+from nanoray.data.order import validation_batches
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import TrainingDiverged
 from nanoray.models.weighted import Weighted, mean_of, weight_of
@@ -76,22 +77,17 @@ def sum_of_scores(
 ) -> Tensor:
     """Return the sums of the scores over this rank's windows, and the number of these or their weight.
 
-    Ranks take windows in turn. All run equally many batches, because sharded weights are gathered in
-    each forward; a rank that has run out of windows computes one whose score does not count. (all ranks)
+    (all ranks)
     """
     windows = batches.data.val_windows(most_samples)
-    ranks = batches.batch.dp
-    own_windows = windows[batches.rank :: ranks]
-    longest = math.ceil(len(windows) / ranks)
     at_once = reading.windows_at_once if reading else batches.batch.micro
 
     total = torch.zeros(len(workload.score_names) + 1, dtype=torch.float64)
-    for first in range(0, longest, at_once):
-        starts = own_windows[first : first + at_once]
+    for starts, counts in validation_batches(windows, batches.rank, batches.batch.dp, at_once):
         phase("eval")  # a long evaluation must show progress
-        x, y = batches.val_batch(starts if len(starts) else windows[:1])
+        x, y = batches.val_batch(starts)
         scores = workload.score(par.flow.whole, x, y)
-        if not len(starts) or not par.flow.has_loss:
+        if not counts or not par.flow.has_loss:
             continue
 
         # A mean counts once for each window; a loss with a weight has its own.

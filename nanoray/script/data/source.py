@@ -27,6 +27,7 @@ from torch.utils.data import (
 
 from nanoray.config import Batch
 from nanoray.data.fallible import DataFailure, FallibleSamples
+from nanoray.data.order import validation_batches
 from nanoray.data.tokens import evenly_spaced
 from nanoray.errors import DataError
 from nanoray.script.data.batch import (
@@ -170,12 +171,8 @@ class ScriptData(FallibleSamples):
         self, windows: np.ndarray, source: Items, given: DataLoader[Any]
     ) -> Ahead:
         """Let worker processes read this rank's batches of an evaluation."""
-        # A rank that has run out of windows reads the first one (train/evaluate.py).
-        own = windows[self._rank :: self._ranks].tolist()
-        longest = -(-len(windows) // self._ranks)
-        plan = []
-        for first in range(0, longest, self._micro):
-            plan.append(own[first : first + self._micro] or windows[:1].tolist())
+        batches = validation_batches(windows, self._rank, self._ranks, self._micro)
+        plan = [numbers.tolist() for numbers, _ in batches]
         self._val_plan = plan
 
         def samples_of(number: int) -> list[Sample] | None:
