@@ -320,11 +320,9 @@ def summary_on_failure(spec: RunSpec) -> Iterator[None]:
         raise
 
 
-# What a summary takes over from the outcome of a run; None where the run does not have it
-_OF_OUTCOME = (
+# The results that the outcome of a run may have: its summary has them, and its tracker
+RESULTS = (
     "exit_reason",
-    "exit_code",
-    "steps_before",  # those before this command
     "val_loss",
     "train_loss",
     "loss_ema",
@@ -335,14 +333,20 @@ _OF_OUTCOME = (
     "first_step_s",
     "world_size",
     "backend",
-    "backend_reason",
     "precision",
     "device",
     "resumed_from",
+    "torch",
+)
+# What a summary takes over; None where the run does not have it
+_OF_OUTCOME = (
+    *RESULTS,
+    "exit_code",
+    "steps_before",  # those before this command
+    "backend_reason",
     "comm",
     "sample",
     "lines",  # of a program that has its own
-    "torch",
 )
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.checkpoint.run_folder import RESULTS, RunSpec
 from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json, write_json
 from nanoray.machine.metrics import values_of
@@ -25,25 +25,6 @@ from nanoray.observe.track.wandb_tracker import WandbTracker
 IDS = "trackers"  # the folder of the run in which each tracker has its id of the run
 MOST_WAITING = 1000  # records that wait for the tracker
 PATIENCE_S = 30.0  # how long the end of a run waits for the tracker
-# Of the outcome: what is known at the end and in no record
-RESULTS = (
-    "exit_reason",
-    "step",
-    "train_loss",
-    "loss_ema",
-    "val_loss",
-    "train_s",
-    "tok_per_sec",
-    "samples_per_sec",
-    "step_ms",
-    "first_step_s",
-    "world_size",
-    "backend",
-    "precision",
-    "device",
-    "resumed_from",
-    "torch",
-)
 TRACKERS: dict[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
 
 
@@ -99,7 +80,7 @@ class Tracking(Observer):
 
     def on_end(self, outcome: Mapping[str, Any]) -> None:
         """Keep the results, which `close` hands over."""
-        values = {key: outcome[key] for key in RESULTS if outcome.get(key) is not None}
+        values = {key: outcome[key] for key in (*RESULTS, "step") if outcome.get(key) is not None}
         status = "stopped" if outcome.get("exit_reason") == "stopped" else "finished"
         self._results = Results(values, outcome.get("sample") or "", status)
 
