@@ -28,8 +28,10 @@ NONE = "none"  # a buffer that is not there
 Forms = dict[str, str]  # by the name of a buffer: its shape and type, in words
 
 
-def _loose(model: nn.Module, persistent: bool | None = None) -> dict[str, Tensor]:
-    """Return the buffers that no other step hook keeps equal on all ranks."""
+def _loose(model: nn.Module, persistent: bool) -> dict[str, Tensor]:
+    """Return the buffers, those that state_dict contains or the others, that no other step hook keeps
+    equal on all ranks.
+    """
     loose = {}
     for name, buffer in buffers_of(model, persistent).items():
         if not isinstance(buffer.module, BatchNorm):
@@ -53,6 +55,8 @@ class LooseBuffers(StepHook):
         has_states = any(has_extra_state(module) for module in model.modules())
         self._changes = bool(self._kept or self._passing) or has_states
         self._before: Undisturbed | None = None  # set from a step's begin to its end
+        # Those of the present step that ranks share, and rank 0's bytes of them
+        self._shared: list[Tensor] = []
         self._received = torch.empty(0, dtype=torch.uint8)
 
     def begin(self) -> None:
@@ -63,20 +67,25 @@ class LooseBuffers(StepHook):
     @torch.no_grad()
     def add_up(self) -> None:
         """Receive the buffers of rank 0. (all ranks) Raises ConfigError where a shape has changed."""
-        self._require_kept()
+        kept = _loose(self._model, persistent=True)
+        self._require_kept(_forms_of(kept))
         if self._mesh.world_size == 1 or not (self._kept or self._passing):
             return
+        passing = {}
         if self._passing:
-            self._require_same_passing()
-        parts = [bytes_of(tensor) for tensor in self._sent()]
-        if parts:
-            self._received = torch.cat(parts)
+            now = _loose(self._model, persistent=False)
+            # A buffer that a forward has registered is each rank's own.
+            passing = {name: now[name] for name in self._passing if name in now}
+            self._require_same_passing(_forms_of(passing))
+
+        self._shared = [*kept.values(), *passing.values()]
+        if self._shared:
+            self._received = torch.cat([bytes_of(tensor) for tensor in self._shared])
             self._mesh.broadcast_tensor(self._received, 0)
 
-    def _require_kept(self) -> None:
+    def _require_kept(self, now: Forms) -> None:
         """Raise ConfigError if a forward has registered or changed what a checkpoint keeps."""
         # A resume makes the model anew, and ranks exchange messages of one size.
-        now = _forms_of(_loose(self._model, persistent=True))
         for name in sorted(now.keys() | self._kept.keys()):
             if now.get(name) != self._kept.get(name):
                 raise ConfigError(
@@ -85,13 +94,12 @@ class LooseBuffers(StepHook):
                     "it keeps, or with persistent=False if no checkpoint needs it"
                 )
 
-    def _require_same_passing(self) -> None:
+    def _require_same_passing(self, now: Forms) -> None:
         """Raise ConfigError, on all ranks, where a buffer has another shape on another rank.
 
         Buffers that no checkpoint keeps, such as a table for the longest text so far, may grow. But
         rank 0's are those of all. (all ranks)
         """
-        now = _forms_of(_loose(self._model, persistent=False))
         own = {name: now.get(name, NONE) for name in self._passing}
         first, *others = self._mesh.all_gather(own)
         for rank, forms in enumerate(others, start=1):
@@ -103,14 +111,6 @@ class LooseBuffers(StepHook):
                         "that does not depend on the samples"
                     )
 
-    def _sent(self) -> list[Tensor]:
-        """Return the buffers that the model has had from the beginning, as they are now."""
-        sent = []
-        for name, tensor in _loose(self._model).items():
-            if name in self._kept or name in self._passing:
-                sent.append(tensor)
-        return sent
-
     @torch.no_grad()
     def commit(self, left_out: Tensor | None = None) -> None:
         if self._before is None:
@@ -119,7 +119,7 @@ class LooseBuffers(StepHook):
         if self._mesh.rank == 0:
             return
         begin = 0
-        for tensor in self._sent():
+        for tensor in self._shared:
             part = self._received[begin : begin + tensor.nbytes]
             begin += tensor.nbytes
             # A copy, because the bytes may lie where this dtype may not begin.
