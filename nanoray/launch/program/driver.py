@@ -264,7 +264,7 @@ class ProgramDriver:
                 facts |= {"folder": copy, "words": code.words}
 
     def _wait_for(self, refs: list[Any]) -> list[Any]:
-        """Return what new actors answer. Raises StopRequestedNow, PlacementError, RayError."""
+        """Return what actors answer that are starting. Raises StopRequestedNow, PlacementError, RayError."""
         deadline = time.monotonic() + self.program.start_timeout_s
         while True:
             ready, pending = ray.wait(refs, num_returns=len(refs), timeout=POLL_S)
@@ -304,7 +304,9 @@ class ProgramDriver:
             self._texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
             if rank == 0 and len(self.actors) > 1:
-                self._give_head_start(actor)
+                # It begins first: the others connect to its store, and torch lets one that comes
+                # too early sleep for half a second.
+                self._wait_for([actor.wait_for_begin.remote(HEAD_START_S)])
         pids = ray.get(starts, timeout=START_TIMEOUT_S)
         for facts, pid in zip(self.facts, pids, strict=True):
             facts["pid"] = pid
@@ -314,16 +316,6 @@ class ProgramDriver:
             self._await_output(rank)
         nodes = [facts["node"] for facts in self.facts]
         self.observer.begin(self.actors, nodes, len(self.failures))
-
-    def _give_head_start(self, first: Any) -> None:
-        """Wait until rank 0's program begins, but no longer than HEAD_START_S. Raises StopRequestedNow.
-
-        The others connect to its store, and torch lets one that comes too early sleep for half a second.
-        """
-        begins = first.wait_for_begin.remote(HEAD_START_S)
-        while not ray.wait([begins], timeout=POLL_S)[0]:
-            if self.stop.requested:
-                raise StopRequestedNow
 
     def _trace_of(self, rank: int) -> list[Any]:
         """Return what a rank's process needs to note its collectives; empty: it notes none."""

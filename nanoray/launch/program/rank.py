@@ -249,8 +249,6 @@ class ProgramRank:
     def _wait_for(process: subprocess.Popen[bytes], end: Future[tuple[int, float]]) -> None:
         """Note when a program has ended. (in a thread)"""
         end.set_result((process.wait(), time.time()))
-        assert process.stdin
-        process.stdin.close()
 
 
 def reaper_of(group: int) -> subprocess.Popen[bytes]:
