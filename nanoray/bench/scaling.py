@@ -458,6 +458,25 @@ def this_machine(link: Link) -> Topology:
     )
 
 
+@dataclass(frozen=True)
+class PredictedTraining:
+    """The training of a model on equal nodes, as a dry run predicts it."""
+
+    topology: Topology
+    config: Config
+    micro: int  # the most sequences of a rank at once
+    speed: Speed
+    device: str
+
+    def step(self, ranks: int, sequences: int, algorithm: str) -> Prediction:
+        """Predict a step of some ranks, which share these sequences."""
+        # As many sequences at once as fit, and as divide a rank's own
+        own = max(m for m in range(1, self.micro + 1) if sequences // ranks % m == 0)
+        network = OneAlgorithm(self.topology, algorithm)
+        layout = Layout(dp=ranks)
+        return predict_step(self.config, layout, own, network, self.speed, self.device, sequences)
+
+
 def _predict(
     args: argparse.Namespace,
     report: Report,
@@ -472,40 +491,23 @@ def _predict(
     for name, topology in topologies.items():
         # A topology with a peak runs the model of --model on GPUs, one without it this machine's step
         if topology.peak_tflops:
-            config, preset, device = model, args.model, "cuda"
-            micro = model.micro_batch_size or model.global_batch_size
-            speed = Speed.of(topology)
+            preset, micro = args.model, model.micro_batch_size or model.global_batch_size
+            case = PredictedTraining(topology, model, micro, Speed.of(topology), "cuda")
         else:
-            config, preset, device = here.config, PRESET, here.device
-            micro = here.batch
-            speed = here.speed(micro)
-        bucket = round((config.bucket_mb or default_bucket_mb(torch.device(device))) * 2**20)
+            preset, micro = PRESET, here.batch
+            case = PredictedTraining(topology, here.config, micro, here.speed(micro), here.device)
+        bucket_mb = case.config.bucket_mb or default_bucket_mb(torch.device(case.device))
+        bucket = round(bucket_mb * 2**20)
 
-        def step_of(
-            ranks: int,
-            sequences: int,
-            algorithm: str,
-            config: Config = config,
-            micro: int = micro,
-            topology: Topology = topology,
-            speed: Speed = speed,
-            device: str = device,
-        ) -> Prediction:
-            # As many sequences at once as fit, and as divide a rank's own
-            own = max(m for m in range(1, micro + 1) if sequences // ranks % m == 0)
-            network = OneAlgorithm(topology, algorithm)
-            layout = Layout(dp=ranks)
-            return predict_step(config, layout, own, network, speed, device, sequences)
-
-        alone_s = step_of(1, micro, "best").step_s
+        alone_s = case.step(1, micro, "best").step_s
         what = f"{preset}, {micro} sequences a rank at once"
         report.conditions[name] = f"{topology.note}; {what}, alone in {1e3 * alone_s:.1f} ms"
         for mode, total in (("weak", None), ("strong", args.global_batch)):
-            alone_s = step_of(1, total or micro, "best").step_s
+            alone_s = case.step(1, total or micro, "best").step_s
             # In strong scaling all ranks share the batch, each at least a sequence
             for ranks in (n for n in RANKS if not total or total % n == 0):
                 sequences = total or ranks * micro
-                steps = {how: step_of(ranks, sequences, how) for how in ("best", *MODELS)}
+                steps = {how: case.step(ranks, sequences, how) for how in ("best", *MODELS)}
                 step = steps["best"]
                 efficiency = alone_s / step.step_s / (ranks if total else 1)
                 chosen = best(topology, ranks, bucket)

@@ -17,7 +17,6 @@ from typing import Any
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.cli.forecast.job import Job
 from nanoray.config import Config, micro_batches, resolve_batch
-from nanoray.config.layout import Layout
 from nanoray.errors import ConfigError
 from nanoray.faults.inject import Injector
 from nanoray.lab.tune.knobs import KNOBS, TunedRun, configured, memory_bytes
@@ -132,7 +131,7 @@ def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TunedMod
     config = resolved(spec.config, mesh, precision, settings)
 
     # Written out, so that the global batch stays, whatever a choice changes.
-    batch = resolve_batch(config, Layout.of(config, mesh.world_size).dp)
+    batch = resolve_batch(config, mesh.layout.dp)
     now: dict[str, Any] = {
         "global_batch_size": batch.global_size,
         "micro_batch_size": batch.micro,
