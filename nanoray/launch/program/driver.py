@@ -305,7 +305,8 @@ class ProgramDriver:
             starts.append(actor.start.remote(order, variables))
             if rank == 0 and len(self.actors) > 1:
                 # It begins first: the others connect to its store, and torch lets one that comes
-                # too early sleep for half a second.
+                # too early sleep for half a second. Ray runs the two methods in any order.
+                self._wait_for(starts)
                 self._wait_for([actor.wait_for_begin.remote(HEAD_START_S)])
         pids = ray.get(starts, timeout=START_TIMEOUT_S)
         for facts, pid in zip(self.facts, pids, strict=True):
