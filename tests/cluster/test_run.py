@@ -89,15 +89,7 @@ def test_a_script_prints_what_it_prints_under_torchrun(
 
 def lines_under_both(cluster: Cluster, out: Path, folder: Path, program: list[str]) -> list[str]:
     """Run a program under torchrun and under `nanoray run`; return the lines that both print."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    plain = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", *program],
-        cwd=folder,
-        env=os.environ | {"FIRST": "1", "SECOND": "2", "PWD": str(folder)},  # PWD: as a shell
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    plain = under_torchrun(folder, program)
     flags = ["--out_dir", str(out), "--cpus_per_worker", "0.5"]
     flags += ["--env", "FIRST=1", "--env", "SECOND=2"]
     code, output = finish(Command(*RUN[2:], *flags, *program, env=cluster.env, cwd=folder))
@@ -105,6 +97,27 @@ def lines_under_both(cluster: Cluster, out: Path, folder: Path, program: list[st
     assert lines_of(output) == lines_of(plain.stdout)
     assert len([*out.glob("*/logs/rank*.log")]) == 2
     return lines_of(output)
+
+
+def under_torchrun(folder: Path, program: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program under torchrun; again where torch 2.13 aborts it as it ends.
+
+    It happens to about one plain DDP program in fifty on a busy machine: `std::terminate` is
+    called in a process whose interpreter ends.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for _ in range(3):
+        plain = subprocess.run(
+            [*torchrun, "--nproc-per-node", "2", *program],
+            cwd=folder,
+            env=os.environ | {"FIRST": "1", "SECOND": "2", "PWD": str(folder)},  # PWD: as a shell
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        if "terminate called without an active exception" not in plain.stderr:
+            break
+    return plain
 
 
 def test_the_commands_of_the_example_differ_in_their_first_words(
