@@ -86,7 +86,6 @@ class RunSpec:
     notes: tuple[str, ...] = ()
     # Stays in the process that opened the run
     lock: RunLock | None = field(default=None, repr=False, compare=False)
-    is_new: bool = field(default=False, compare=False)  # that process has made the folder
     # key of the configuration -> who has set it (config/settings.py)
     origins: Mapping[str, str] = field(default_factory=dict)
 

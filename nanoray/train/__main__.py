@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import DistError
 
-from nanoray.checkpoint.refused_run import discarding_refused
 from nanoray.checkpoint.run_folder import (
     RunSpec,
     lock_run,
@@ -154,9 +153,7 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
         stop = StopSignals(ends_process=program is None or ranks > 1)
         watch_launcher(place, stop.launcher_ended)
         run = partial(run_rank, spec, rendezvous, wanted=stop.wanted, store=store)
-        with discarding_refused(spec):
-            ended = _train(run, spec, rendezvous, stop, loaded.quiet)
-    return ended
+        return _train(run, spec, rendezvous, stop, loaded.quiet)
 
 
 def _train(
@@ -251,8 +248,7 @@ def _shared_spec(opening: Opening, rendezvous: Rendezvous, store: Any, upload: U
         # torchrun has restarted the ranks. Its store outlives them, and contains their run.
         known = rendezvous.restarts and store and store.check([run_key])
         spec = RunSpec.from_dict(json.loads(store.get(run_key))) if known else None
-        # Refused before its first step, it has no folder any more
-        if spec is not None and spec.folder.is_dir():
+        if spec is not None:
             lock, *_ = lock_run(spec.folder)
             spec = replace(spec, attempt=rendezvous.restarts, notes=(), lock=lock)
             write_attempt(spec)
