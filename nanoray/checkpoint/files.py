@@ -1,13 +1,12 @@
 """Atomic, verified checkpoints: safetensors and JSON, never pickle, nothing of process groups.
 
     RUN/checkpoints/step_00000200/
-        model.safetensors  optimizer.safetensors  rng.safetensors  state.json
-        manifest.json      format version; bytes and sha256 of each file above; written last
+        model-00000.safetensors  optimizer-00000.safetensors    of each rank that writes: rank 0,
+                           or of a sharded state every rank (sharded_files.py)
+        rng.safetensors  state.json
+        manifest.json      bytes and sha256 of each file above; written last
 
-A sharded state has several writers (sharded_files.py): format 2, with model-RRRRR and
-optimizer-RRRRR.safetensors of each rank.
-
-`save` commits by a rename, so a process killed at any instant leaves the old set of checkpoints or
+A save commits by a rename, so a process killed at any instant leaves the old set of checkpoints or
 the new one. There is no `latest` pointer: readers take the newest folder whose checksums match,
 because the formats do not detect a flipped bit. A kill can leave hidden folders: .tmp-step_… was
 being written, .del-step_… was being removed, .old-step_… was set aside while the same step was
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -54,15 +52,8 @@ from nanoray.errors import CheckpointError
 from nanoray.machine.fault_points import reached
 from nanoray.parallel.pieces import Piece
 
-# Formats
-WHOLE = 1  # whole tensors, of one writer
-SHARDED = 2  # pieces, of several writers
-
 STATE = "state.json"
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 RNG = "rng.safetensors"
-TENSOR_FILES = (MODEL, OPTIMIZER, RNG)
 
 # Bytes on a disk besides the tensors: the manifest, and files rounded up to blocks
 RESERVE = 1 << 16
@@ -78,7 +69,7 @@ def save(
     attempt: str = "",
     fence: Callable[[], None] | None = None,
 ) -> Path:
-    """Write `folder`/step_XXXXXXXX, then prune older checkpoints. (rank 0 only)
+    """Write a whole state as `folder`/step_XXXXXXXX, then prune older checkpoints. (rank 0 only)
 
     The newest `keep` and the one of lowest val_loss stay. Tensors may lie on any device and need
     not be contiguous; at most one at a time is copied, and none may change meanwhile. hashlib and
@@ -88,41 +79,29 @@ def save(
     commit; it raises when this process may not write there any more. Raises CheckpointError when
     the write fails; then older checkpoints are as they were, and no partial file remains.
     """
-    assert keep >= 1, keep
-    files = {
-        MODEL: layout(state.model),
-        OPTIMIZER: layout(state.optimizer),
-        RNG: layout(_flat_rng(state)),
-        STATE: [as_bytes(_rest(state))],
-    }
-    # Write under a hidden name, then commit by a rename.
     draft = Draft(folder, state.meta["step"], attempt, fence)
     with draft.errors():
-        draft.begin(sum(tensor.nbytes for content in files.values() for tensor in content))
-        sums = {name: write_file(draft.temp / name, content) for name, content in files.items()}
-        draft.commit(sums, WHOLE)
-    draft.finish(keep)
-    return draft.final
+        draft.begin(sum(t.nbytes for t in [*state.model.values(), *state.optimizer.values()]))
+    return save_parts(draft, state, 1, keep, lambda: None)
 
 
-def save_shared(
+def save_parts(
     draft: Draft, state: StateDict, writers: int, keep: int, alive: Callable[[], None]
 ) -> Path:
-    """Write rank 0's part of a sharded state into a draft that has begun, and commit it.
+    """Write rank 0's part of a state into a draft that has begun, and commit it. (rank 0 only)
 
-    (rank 0 only) Meanwhile the other `writers` - 1 ranks call `sharded_files.write`. `alive` is called
-    while this rank waits for them, and raises when a part will not be written. Raises as `save`.
+    Meanwhile the other `writers` - 1 ranks call `sharded_files.write`. `alive` is called while this
+    rank waits for them, and raises when a part will not be written. Raises as `save`.
     """
+    assert keep >= 1, keep
     with draft.errors():
         # Its own part first, while the other ranks write theirs.
         sharded_files.write(draft.temp, 0, state)
         sums, pieces = sharded_files.collect(draft.temp, writers, alive)
         # The parts have weights and optimizer. The rest is small, and rank 0 has all of it.
         sums[RNG] = write_file(draft.temp / RNG, layout(_flat_rng(state)))
-        parts_of = {"aliases": state.aliases, "pieces": pieces}
-        rest = _rest(state, parts_of)
-        sums[STATE] = write_file(draft.temp / STATE, [as_bytes(rest)])
-        draft.commit(sums, SHARDED)
+        sums[STATE] = write_file(draft.temp / STATE, [as_bytes(_rest(state, pieces))])
+        draft.commit(sums)
     draft.finish(keep)
     return draft.final
 
@@ -167,10 +146,10 @@ class Draft:
         self.temp.mkdir()
         reached("save")
 
-    def commit(self, sums: Sums, version: int) -> None:
+    def commit(self, sums: Sums) -> None:
         """Write the manifest, and rename the folder to its name."""
         # The manifest last: a folder without one is not a checkpoint.
-        write_file(self.temp / MANIFEST, [as_bytes(manifest_json(sums, version))])
+        write_file(self.temp / MANIFEST, [as_bytes(manifest_json(sums))])
         # A rename may reach the disk before the files do, unless these are synced first.
         fsync_folder(self.temp)
         self._fence()  # again, because writing may have taken minutes
@@ -208,18 +187,14 @@ class Draft:
             ) from error
 
 
-def _rest(state: StateDict, more: Mapping[str, Any] | None = None) -> bytes:
-    """Return all but the tensors, as the JSON of state.json."""
-    bad = [f"{key} = {value}" for key, value in state.scaler.items() if not math.isfinite(value)]
-    if bad:
-        raise CheckpointError(
-            f"the loss scaler is not finite ({', '.join(bad)}); resume from an older checkpoint"
-        )
+def _rest(state: StateDict, pieces: list[dict[str, Any]]) -> bytes:
+    """Return all but the tensors, as the JSON of state.json. `pieces`: those in each rank's files."""
     rest = {
         "ranks": len(state.rng),
         "scaler": state.scaler,
         "meta": plain(state.meta, "meta"),
-        **(more or {}),
+        "aliases": state.aliases,
+        "pieces": pieces,
     }
     return json.dumps(rest, indent=1, allow_nan=False).encode()
 
@@ -335,34 +310,8 @@ def load_checked(
     rng = _rank_states(path, sums, content)
     with damage_of(STATE):
         state = StateDict({}, {}, rng, content["scaler"], content["meta"])
-    # A sharded state: read the parts that contain the wanted pieces.
-    if "pieces" in content:
-        state.model, state.optimizer = sharded_files.load(path, sums, content, pieces, weights)
-        return state
-
-    # Whole tensors: read both files, and cut the pieces out.
-    state.model = tensors_in(read_file(path / MODEL, sums[MODEL]), MODEL)
-    state.optimizer = tensors_in(read_file(path / OPTIMIZER, sums[OPTIMIZER]), OPTIMIZER)
-    with damage_of(OPTIMIZER):
-        if pieces is not None:
-            state.optimizer = _cut_optimizer(state.optimizer, pieces)
-        for name, piece in (weights or {}).items():
-            state.model[name] = piece.take(state.model[name])
+    state.model, state.optimizer = sharded_files.load(path, sums, content, pieces, weights)
     return state
-
-
-def _cut_optimizer(optimizer: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
-    """Return the pieces of an optimizer's state; its names are "KIND.PARAMETER"."""
-    cut = {}
-    for name, tensor in optimizer.items():
-        _, _, parameter = name.partition(".")
-        piece = pieces.get(parameter)
-        if piece is None:
-            continue
-        # A scalar of a larger parameter, such as `step`, is not cut.
-        is_scalar = bool(piece.shape) and not tensor.dim()
-        cut[name] = tensor if is_scalar else piece.take(tensor)
-    return cut
 
 
 def load_rank_states(path: Path) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
@@ -391,15 +340,9 @@ def open_checkpoint(path: Path) -> tuple[Sums, dict[str, Any]]:
     The tensors are not read.
     """
     with damage_of(MANIFEST):
-        sums, version = parse_manifest((path / MANIFEST).read_bytes())
-        if version not in (WHOLE, SHARDED):
-            raise Damage(
-                f"{MANIFEST}: format {version!r}, but this nanoray reads the formats {WHOLE} and "
-                f"{SHARDED}"
-            )
-        names = [*TENSOR_FILES] if version == WHOLE else [*sharded_files.names_in(sums), RNG]
-        if sums.keys() != {*names, STATE}:
-            raise ValueError("other files than those of its format")
+        sums = parse_manifest((path / MANIFEST).read_bytes())
+        if sums.keys() != {*sharded_files.names_in(sums), RNG, STATE}:
+            raise ValueError("other files than those of a checkpoint")
 
     # Sizes are compared without reading; checksums when a file is read.
     for name, entry in sums.items():

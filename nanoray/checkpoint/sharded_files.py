@@ -1,4 +1,5 @@
-"""The parts of a sharded checkpoint: every rank writes its own, and any number of ranks can load.
+"""The parts of a checkpoint: of a sharded state every rank writes its own, of a whole one rank 0
+writes the only one. Any number of ranks can load them.
 
     rank 0   model-00000 optimizer-00000 ─► .part-00000.json ─┐   rank 0: state.json,
     rank 1   model-00001 optimizer-00001 ─► .part-00001.json ─┼─► manifest.json, rename
@@ -36,7 +37,7 @@ Sums = dict[str, dict[str, Any]]
 
 
 def write(temp: Path, rank: int, state: StateDict) -> None:
-    """Write `rank`'s part of a sharded state into a checkpoint's hidden folder, then a note.
+    """Write `rank`'s part of a state into a checkpoint's hidden folder, then a note.
 
     Raises OSError; the note, if it can be written, then has the reason, which ends the wait of rank
     0.
@@ -156,7 +157,8 @@ def _load_model(
     if weights is None:
         model = {name: tensor.view(whole[name].shape) for name, tensor in model.items()}
 
-    # Other tensors are saved as a whole. Frozen weights are, where their ranks had not cut them.
+    # Other tensors are saved as a whole: those of a whole state, buffers, and frozen weights where
+    # their ranks had not cut them.
     for _, tensors in files:
         for name, tensor in tensors.items():
             if name in whole:
@@ -180,20 +182,23 @@ def _load_optimizer(
     wanted: Mapping[str, Piece] | None,
 ) -> dict[str, Tensor]:
     pieces = whole if wanted is None else wanted
-    files = _read_files(path, sums, saved, "optimizer", _ranks_with(saved, pieces))
+    ranks = _ranks_with(saved, pieces) if whole else {0}  # a whole state is rank 0's
+    files = _read_files(path, sums, saved, "optimizer", ranks)
 
-    # A name is "KIND.PARAMETER". A scalar, such as `step`, is equal in every part of its parameter.
-    scalars: dict[str, Tensor] = {}
-    parameter_of: dict[str, str] = {}  # of the other tensors
+    # A name is "KIND.PARAMETER".
+    complete: dict[str, Tensor] = {}
+    parameter_of: dict[str, str] = {}  # of the tensors that are saved in pieces
     for _, tensors in files:
         for name, tensor in tensors.items():
             _, _, parameter = name.partition(".")
-            if parameter not in pieces:
+            if wanted is not None and parameter not in wanted:
                 continue
-            if tensor.dim():
+            if parameter not in whole:
+                complete[name] = tensor if wanted is None else _cut(tensor, wanted[parameter])
+            elif tensor.dim():
                 parameter_of[name] = parameter
-            else:
-                scalars[name] = tensor
+            else:  # a scalar, such as `step`, is equal in every part of its parameter
+                complete[name] = tensor
 
     optimizer = _assemble(
         files, {name: (parameter, pieces[parameter]) for name, parameter in parameter_of.items()}
@@ -201,7 +206,12 @@ def _load_optimizer(
     if wanted is None:
         for name, parameter in parameter_of.items():
             optimizer[name] = optimizer[name].view(whole[parameter].shape)
-    return optimizer | scalars
+    return optimizer | complete
+
+
+def _cut(tensor: Tensor, piece: Piece) -> Tensor:
+    """Return a piece of an optimizer's tensor; a scalar of a larger parameter is not cut."""
+    return piece.take(tensor) if tensor.dim() or not piece.shape else tensor
 
 
 def _ranks_with(saved: Sequence[Mapping[str, Piece]], wanted: Mapping[str, Piece]) -> set[int]:

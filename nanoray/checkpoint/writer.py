@@ -45,6 +45,7 @@ PIECE = 4 << 20  # elements that a thread copies at a time
 Tensors = dict[tuple[str, str], Tensor]  # by part of the state and name
 # The offset of a tensor's copy; the tensor's shape, dtype, device
 Place = tuple[int, torch.Size, torch.dtype, torch.device]
+ALONE = Mesh(0, 1, 0, torch.device("cpu"), "none", "")  # the writers of a whole state
 
 
 class AttemptOver(CheckpointError):
@@ -106,10 +107,8 @@ class CheckpointWriter:
         """
         problem = None
         if state is not None:
-            if state.pieces is not None:
-                problem = self._save_parts(mesh, state, final)
-            else:
-                problem = self._save(state, final)
+            writers = ALONE if state.pieces is None else mesh
+            problem = self._save(writers, state, final)
         # A broadcast uses the group with the long timeout, so the other ranks may wait for rank 0's
         # disk here.
         problem = mesh.broadcast(problem)
@@ -118,15 +117,16 @@ class CheckpointWriter:
         if self.copying and not rests:
             self.finish_copy()
 
-    def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str | None:
-        """Save a sharded state, or start to. (all ranks)
+    def _save(self, mesh: Mesh, state: StateDict, final: bool) -> str | None:
+        """Save a state, or start to. (all ranks that write)
 
         Returns on rank 0 why the run cannot continue; None if it can.
         """
+        # At most one write at a time: the next checkpoint waits for the previous one.
         step = state.meta["step"]
         first = mesh.rank == 0
         self._is_part = not first
-        self._settle_parts(mesh)
+        self._settle_all(mesh)
 
         # Rank 0 makes the folder, and the others write into it.
         sizes = mesh.gather(sum(tensor.nbytes for tensor in named_tensors(state).values()))
@@ -149,16 +149,22 @@ class CheckpointWriter:
             return self._fatal
 
         # Beside training: every rank writes a copy of its part in a thread.
-        if self._write_beside(step, write, state):
-            return None
-        # The next checkpoint reports to rank 0 that this rank's part is missing.
-        if draft:
-            draft.discard()
-            self._handle_outcome(step, final)
-        return self._fatal
+        try:
+            copy = self._copy(state)
+        except CheckpointError as error:  # no memory for it
+            self._outcome = error
+            # The next checkpoint reports to rank 0 that this rank's part is missing.
+            if draft:
+                draft.discard()
+                self._handle_outcome(step, final)
+            return self._fatal
+        self._step = step
+        self._thread = threading.Thread(target=write, args=(copy,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return None
 
-    def _settle_parts(self, mesh: Mesh) -> None:
-        """Wait for the write in progress on every rank. (all ranks)
+    def _settle_all(self, mesh: Mesh) -> None:
+        """Wait for the write in progress on every rank. (all ranks that write)
 
         The others first: a failure of theirs ends the wait of rank 0's thread.
         """
@@ -169,7 +175,7 @@ class CheckpointWriter:
             self._settle()
 
     def _gather_failures(self, mesh: Mesh) -> None:
-        """Report to rank 0 which parts were not written. (all ranks)"""
+        """Report to rank 0 which parts were not written. (all ranks that write)"""
         own = ""
         if mesh.rank and isinstance(self._outcome, Exception):
             own = f"rank {mesh.rank}: {self._outcome}"
@@ -206,7 +212,7 @@ class CheckpointWriter:
         with self._outcome_kept():
             if draft:
                 keep = self._spec.config.keep_checkpoints
-                checkpoint.save_shared(draft, state, writers, keep, self._require_parts)
+                checkpoint.save_parts(draft, state, writers, keep, self._require_parts)
             else:
                 sharded_files.write(temp, rank, state)
 
@@ -216,40 +222,6 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"not all parts of the checkpoint were written ({self._missing_part})"
             )
-
-    def _save(self, state: StateDict, final: bool) -> str | None:
-        """Save, or start to; return why the run cannot continue, None if it can. (rank 0 only)"""
-        # At most one write at a time: the next checkpoint waits for the previous one.
-        step = state.meta["step"]
-        self._settle()
-        self._is_part = False  # it may have been, before the group shrank to one rank
-        # The final checkpoint may follow a regular one of the same step.
-        if self._is_on_disk(step):
-            return None
-        if self._fatal and not final:
-            return self._fatal
-        if final or not self._beside:  # training waits, so no copy is needed
-            self._write(state)
-            self._handle_outcome(step, final)
-            return self._fatal
-        if self._write_beside(step, self._write, state):
-            return None
-        self._handle_outcome(step, final)
-        return self._fatal
-
-    def _write_beside(
-        self, step: int, write: Callable[[StateDict], None], state: StateDict
-    ) -> bool:
-        """Copy `state`, and write the copy in a thread. Returns False without memory for it."""
-        try:
-            copy = self._copy(state)
-        except CheckpointError as error:
-            self._outcome = error
-            return False
-        self._step = step
-        self._thread = threading.Thread(target=write, args=(copy,), daemon=True)
-        self._thread.start()
-        return True
 
     def _copy(self, state: StateDict) -> StateDict:
         """Start a copy, and return it. Raises CheckpointError without memory."""
@@ -306,13 +278,6 @@ class CheckpointWriter:
     def _is_on_disk(self, step: int) -> bool:
         """Return whether this process has saved a step, and the files are still there."""
         return step == self.committed and checkpoint.path_of(self._spec.checkpoints, step).is_dir()
-
-    def _write(self, state: StateDict) -> None:
-        """Write a checkpoint and store the outcome. Also runs in the thread."""
-        spec = self._spec
-        with self._outcome_kept():
-            keep = spec.config.keep_checkpoints
-            checkpoint.save(spec.checkpoints, state, keep, str(spec.attempt), self._fence)
 
     @contextmanager
     def _outcome_kept(self) -> Iterator[None]:
@@ -387,10 +352,7 @@ class CheckpointWriter:
         They will be repeated with other data. `in_parts`: the state is sharded; a rank that has
         joined since the newest checkpoint has no other way to know.
         """
-        if in_parts:
-            self._settle_parts(mesh)
-        else:
-            self._settle()
+        self._settle_all(mesh if in_parts else ALONE)
         self.committed = -1
 
     def hold(self) -> None:

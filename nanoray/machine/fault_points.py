@@ -50,7 +50,7 @@ SAVING = {
     "written": "its files are on disk under a temporary name",
     "aside": "an older one of this step was moved away, and the new one is not there",
     "renamed": "it has its name, and older ones were not removed",
-    "part": "this rank's part of a sharded one is on disk, and was not reported to rank 0",
+    "part": "this rank's part of it is on disk, and was not reported to rank 0",
 }
 STEP = {
     "across_groups": "with replicas: a slice of gradients begins to be summed across the groups",

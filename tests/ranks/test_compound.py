@@ -143,7 +143,7 @@ def test_a_roll_back_names_the_damaged_checkpoints_that_it_skips(
 ) -> None:
     faults = "slow@rank=0,step=10,phase=data,seconds=3;nan@rank=0,step=11,phase=forward"
     spec = make_spec(text, tmp_path, **RECIPE, on_nan="rollback", faults=faults)
-    newest = spec.checkpoints / "step_00000008" / "model.safetensors"
+    newest = spec.checkpoints / "step_00000008" / "model-00000.safetensors"
 
     def watch() -> None:
         while not newest.exists():
@@ -166,7 +166,7 @@ def test_a_restart_names_the_damaged_checkpoints_of_a_run_that_began_elsewhere(
     start = str(first.checkpoints / "step_00000004")
     spec = make_spec(text, tmp_path / "second", **RECIPE | {"max_steps": 8, "resume": start})
     assert [outcome["exit_reason"] for outcome in run_ranks(spec, 1)] == ["finished"]
-    damage(spec.checkpoints / "step_00000008" / "model.safetensors")
+    damage(spec.checkpoints / "step_00000008" / "model-00000.safetensors")
     path, step, notes = find_checkpoint(spec.next_attempt())
     assert (path, step) == (start, 4)
     (note,) = notes

@@ -271,7 +271,7 @@ def test_a_restart_before_the_first_own_checkpoint_goes_back_to_where_the_run_ca
 def test_only_damaged_checkpoints_are_not_a_fresh_start(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path)
     train(spec, 1)
-    (spec.checkpoints / "step_00000008" / "model.safetensors").write_bytes(b"damaged")
+    (spec.checkpoints / "step_00000008" / "model-00000.safetensors").write_bytes(b"damaged")
     with pytest.raises(
         CheckpointError,
         match=r"every checkpoint of .* is damaged: .*start again with --resume none",

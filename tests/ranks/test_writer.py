@@ -107,7 +107,7 @@ def hidden(spec: RunSpec) -> list[str]:
 
 
 def writers_at_work() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.endswith("(_write)")}
+    return {thread for thread in threading.enumerate() if thread.name == "checkpoint"}
 
 
 def wait_for(saver: CheckpointWriter) -> None:
@@ -137,9 +137,12 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
     assert four.stat().st_mtime > records(spec)[6]["time"], (
         "the disk was not slow enough to show anything"
     )
-    for name in checkpoint.TENSOR_FILES:
-        other = whole.checkpoints / "step_00000009" / name
-        assert (spec.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
+    nine = whole.checkpoints / "step_00000009"
+    files = [path.name for path in nine.glob("*.safetensors")]
+    assert len(files) == 3
+    for name in files:
+        other = spec.checkpoints / "step_00000009" / name
+        assert other.read_bytes() == (nine / name).read_bytes(), name
     for newer in ("step_00000008", "step_00000009"):
         shutil.rmtree(spec.checkpoints / newer)
     (spec.folder / "metrics.jsonl").rename(tmp_path / "first.jsonl")
@@ -148,9 +151,9 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
     assert outcomes[0]["resumed_from"].endswith("step_00000004")
     expected = {step: loss for step, loss in series(whole).items() if step > 4}
     assert series(rest) == expected
-    for name in checkpoint.TENSOR_FILES:
-        other = whole.checkpoints / "step_00000009" / name
-        assert (rest.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
+    for name in files:
+        other = rest.checkpoints / "step_00000009" / name
+        assert other.read_bytes() == (nine / name).read_bytes(), name
 
 
 def copy_late() -> None:
@@ -190,17 +193,17 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     for each in (whole, spec):
         assert "error" not in run_ranks(each, 1)[0]
     six = spec.checkpoints / "step_00000006"
-    data = bytearray((six / "optimizer.safetensors").read_bytes())
+    data = bytearray((six / "optimizer-00000.safetensors").read_bytes())
     if how == "no manifest":
         (six / "manifest.json").unlink()
     else:
         data[-1] ^= 16
-        (six / "optimizer.safetensors").write_bytes(data)
+        (six / "optimizer-00000.safetensors").write_bytes(data)
     rest = make_spec(text, tmp_path / "parts", resume="auto")
     (outcome,) = run_ranks(rest, 1)
     assert outcome["resumed_from"].endswith("step_00000003")
     assert re.search(
-        r"resume  checkpoint step_00000006 is damaged \(\w+\.\w+: [^)]+\); using step_00000003",
+        r"resume  checkpoint step_00000006 is damaged \([\w-]+\.\w+: [^)]+\); using step_00000003",
         rest.log(0).read_text(),
     )
     assert series(rest) == series(whole)
@@ -330,9 +333,7 @@ def test_a_failed_write_is_reported_and_training_goes_on(text: Path, tmp_path: P
     spec.checkpoints.rename(tmp_path / "aside")
     spec.checkpoints.write_text("not a folder")
     saver.save(ALONE, make(2))
-    wait_for(saver)
-    assert notes == []
-    assert "time/checkpoint_write_s" in saver.news(), "of step 1"
+    assert not saver.busy
     (note,) = notes
     assert note.startswith(
         "warning  checkpoint of step 2 skipped, training goes on: cannot write checkpoint step_0000"
@@ -356,9 +357,7 @@ def test_the_third_failure_in_a_row_ends_all_ranks_alike(
     assert [o["error"] for o in outcomes] == ["CheckpointError"] * 2, outcomes
     assert outcomes[0]["message"] == outcomes[1]["message"]
     assert "cannot write checkpoint step_00000006" in outcomes[0]["message"]
-    assert len(records(spec)) == (6 if mode == "sync" else 8), (
-        "async hears of it at the next checkpoint"
-    )
+    assert len(records(spec)) == 6
     log = spec.log(0).read_text()
     assert log.count("skipped, training goes on") == 2
     assert "checkpoint of step 6 skipped, which ends the run" in log

@@ -43,15 +43,15 @@ def test_list_and_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_flipped_bit_is_found_and_passed_over(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flip(run / "checkpoints" / "step_00000008" / "model.safetensors")
+    flip(run / "checkpoints" / "step_00000008" / "model-00000.safetensors")
     assert main(["list", str(run)]) == 0, "sizes agree, and list reads no more"
     capsys.readouterr()
     assert main(["verify", str(run)]) == 1
     out = capsys.readouterr().out
     assert "step_00000008  DAMAGED: checkpoint" in out
-    assert "(model.safetensors: sha256 differs)" in out
+    assert "(model-00000.safetensors: sha256 differs)" in out
     assert "step_00000004  ok\nFAILED  1 damaged" in out
-    (run / "checkpoints" / "step_00000004" / "optimizer.safetensors").write_bytes(b"short")
+    (run / "checkpoints" / "step_00000004" / "optimizer-00000.safetensors").write_bytes(b"short")
     assert main(["list", str(run)]) == 1
     assert "5 bytes instead of" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoray.checkpoint import files, sharded_files
-from nanoray.checkpoint.files import Draft, load, save, save_shared
+from nanoray.checkpoint.files import Draft, load, save, save_parts
 from nanoray.checkpoint.resume import newest_valid
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli.checkpoint import main
@@ -115,7 +115,7 @@ def save_all(folder: Path, held: Sequence[dict[str, Piece]], step: int, keep: in
     for thread in others:
         thread.start()
     try:
-        return save_shared(draft, states[0], len(held), keep, lambda: None)
+        return save_parts(draft, states[0], len(held), keep, lambda: None)
     finally:
         for thread in others:
             thread.join()
@@ -164,12 +164,17 @@ def test_any_mesh_loads_what_any_mesh_saved(tmp_path: Path, saved: tuple[str, in
                 )
 
 
-def test_format_1_loads_into_pieces_and_pieces_into_a_whole(tmp_path: Path) -> None:
-    whole = StateDict(full(3), moments(3), [], {}, {"step": 3})
-    path = save(tmp_path, whole, keep=1)
+def test_a_whole_state_loads_into_pieces(tmp_path: Path) -> None:
+    weights = full(3) | {"head": full(3)["emb"], "counter": torch.ones(1)}
+    path = save(tmp_path, StateDict(weights, moments(3), [], {}, {"step": 3}, None, ALIAS), keep=1)
+    assert load(path).optimizer.keys() == moments(3).keys()
     for held in cuts("uneven", 3):
-        state = load(path, held)
+        state = load(path, held, held)
+        assert state.model.keys() == weights.keys()
+        assert torch.equal(state.model["counter"], torch.ones(1))
+        assert {name.partition(".")[2] for name in state.optimizer} == held.keys()
         for name, piece in held.items():
+            assert torch.equal(state.model[name], piece.take(weights[name]))
             assert torch.equal(state.optimizer[f"m.{name}"], piece.take(moments(3)[f"m.{name}"]))
             assert state.optimizer[f"step.{name}"] == 3
 
@@ -270,7 +275,7 @@ def test_a_part_that_fails_leaves_the_older_checkpoint_and_names_the_rank(tmp_pa
     with pytest.raises(
         CheckpointError, match=r"cannot write a part of .*: rank 1: File exists \(model-00001"
     ):
-        save_shared(draft, state_of(0, held[0], 2), 2, 9, lambda: None)
+        save_parts(draft, state_of(0, held[0], 2), 2, 9, lambda: None)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -287,7 +292,7 @@ def test_a_rank_that_never_writes_ends_the_wait_when_the_run_says_so(tmp_path: P
             raise CheckpointError("rank 1 was lost")
 
     with pytest.raises(CheckpointError, match="rank 1 was lost"):
-        save_shared(draft, state_of(0, held[0], 2), 2, 9, alive)
+        save_parts(draft, state_of(0, held[0], 2), 2, 9, alive)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     assert is_whole(load(tmp_path / "step_00000001"), 1)
 

@@ -77,11 +77,11 @@ def make_step(run: Path, step: int, fill: bytes = b"x") -> str:
     folder = run / "checkpoints" / name
     folder.mkdir(parents=True)
     sums = {}
-    for file in ("model.safetensors", "state.json"):
+    for file in ("model-00000.safetensors", "state.json"):
         data = fill * 1000
         (folder / file).write_bytes(data)
         sums[file] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / MANIFEST).write_bytes(manifest_json(sums, 1))
+    (folder / MANIFEST).write_bytes(manifest_json(sums))
     return name
 
 
@@ -136,7 +136,7 @@ def test_the_newest_checkpoint_goes_first_and_its_manifest_last(
     copy_of(run_folder, there).update()
     newest = order[: order.index(f"checkpoints/step_00000040/{MANIFEST}")]
     assert sorted(newest) == [
-        "checkpoints/step_00000040/model.safetensors",
+        "checkpoints/step_00000040/model-00000.safetensors",
         "checkpoints/step_00000040/state.json",
         "config.json",
         "metrics.jsonl",
@@ -162,7 +162,7 @@ def test_a_step_that_was_saved_again_looks_complete_at_no_moment(
 
     def look(sent: str) -> None:
         manifest = there.read(f"checkpoints/{name}/{MANIFEST}")
-        content = there.read(f"checkpoints/{name}/model.safetensors") or b""
+        content = there.read(f"checkpoints/{name}/model-00000.safetensors") or b""
         seen.append((bool(manifest), content[:1]))
 
     Looks(monkeypatch, look)
@@ -186,7 +186,7 @@ def test_a_step_that_is_saved_again_while_it_is_sent_is_not_mixed(
 
     Looks(monkeypatch, save_again)
     copy_of(run_folder, there).update()
-    sums, _ = parse_manifest(there.read(f"checkpoints/{name}/{MANIFEST}") or b"")
+    sums = parse_manifest(there.read(f"checkpoints/{name}/{MANIFEST}") or b"")
     for file, entry in sums.items():
         data = there.read(f"checkpoints/{name}/{file}") or b""
         assert hashlib.sha256(data).hexdigest() == entry["sha256"]
@@ -299,7 +299,7 @@ def test_a_checkpoint_that_is_torn_there_is_named_and_the_one_before_is_used(
     folder = tmp_path / "there" / run_folder.name / "checkpoints"
     (folder / "step_00000100" / MANIFEST).write_bytes(b"")  # its upload is not complete
     (folder / "step_00000080" / MANIFEST).write_bytes(b"{}")
-    (folder / "step_00000060" / "model.safetensors").write_bytes(b"y" * 1000)
+    (folder / "step_00000060" / "model-00000.safetensors").write_bytes(b"y" * 1000)
     (folder / "step_00000040" / "state.json").unlink()
     notes: list[str] = []
     path = fetch_run(there.url, "", tmp_path / "out", notes)
@@ -311,7 +311,7 @@ def test_a_checkpoint_that_is_torn_there_is_named_and_the_one_before_is_used(
         notes,
         (
             "step_00000080 at {} is damaged (manifest.json: not as nanoray writes it); using step_0",
-            "step_00000060 at {} is damaged (model.safetensors: sha256 differs); using step_0",
+            "step_00000060 at {} is damaged (model-00000.safetensors: sha256 differs); using step_0",
             "step_00000040 at {} is damaged (state.json: missing); using step_00000020",
             "step_00000020 fetched from {}: 0.0 MB",
         ),

@@ -187,7 +187,7 @@ def _fetch_checkpoint(store: Store, name: str, folder: Path) -> int:
     raw = store.read(f"checkpoints/{name}/{MANIFEST}")
     if not raw:
         raise Damage(f"{MANIFEST}: missing")
-    sums, version = parse_manifest(raw)
+    sums = parse_manifest(raw)
     size = sum(entry["bytes"] for entry in sums.values())
     draft = Draft(folder, step_of(name), "fetched", None)
     with draft.errors():
@@ -201,7 +201,7 @@ def _fetch_checkpoint(store: Store, name: str, folder: Path) -> int:
                 raise
             if _sha256(draft.temp / file) != entry["sha256"]:
                 raise Damage(f"{file}: sha256 differs")
-        draft.commit(sums, version)
+        draft.commit(sums)
     return size
 
 
