@@ -63,35 +63,18 @@ Pieces = Mapping[str, Piece]  # by parameter
 
 
 def save(
-    folder: Path,
-    state: StateDict,
-    keep: int,
-    attempt: str = "",
-    fence: Callable[[], None] | None = None,
-) -> Path:
-    """Write a whole state as `folder`/step_XXXXXXXX, then prune older checkpoints. (rank 0 only)
-
-    The newest `keep` and the one of lowest val_loss stay. Tensors may lie on any device and need
-    not be contiguous; at most one at a time is copied, and none may change meanwhile. hashlib and
-    os.write release the GIL, so a thread beside the training loop may call this. Only one process
-    may save to a folder at a time, because hidden folders of others are removed. NaN and infinity
-    in `meta` become null. `fence` is called before the folder is touched and right before the
-    commit; it raises when this process may not write there any more. Raises CheckpointError when
-    the write fails; then older checkpoints are as they were, and no partial file remains.
-    """
-    draft = Draft(folder, state.meta["step"], attempt, fence)
-    with draft.errors():
-        draft.begin(sum(t.nbytes for t in [*state.model.values(), *state.optimizer.values()]))
-    return save_parts(draft, state, 1, keep, lambda: None)
-
-
-def save_parts(
     draft: Draft, state: StateDict, writers: int, keep: int, alive: Callable[[], None]
-) -> Path:
+) -> None:
     """Write rank 0's part of a state into a draft that has begun, and commit it. (rank 0 only)
 
     Meanwhile the other `writers` - 1 ranks call `sharded_files.write`. `alive` is called while this
-    rank waits for them, and raises when a part will not be written. Raises as `save`.
+    rank waits for them, and raises when a part will not be written.
+
+    Then older checkpoints are removed, but not the newest `keep` and the one of lowest val_loss.
+    Tensors may lie on any device and need not be contiguous; at most one at a time is copied, and
+    none may change meanwhile. hashlib and os.write release the GIL, so a thread beside the training
+    loop may call this. NaN and infinity in `meta` become null. Raises CheckpointError when the write
+    fails; then older checkpoints are as they were, and no partial file remains.
     """
     assert keep >= 1, keep
     with draft.errors():
@@ -103,7 +86,6 @@ def save_parts(
         sums[STATE] = write_file(draft.temp / STATE, [as_bytes(_rest(state, pieces))])
         draft.commit(sums)
     draft.finish(keep)
-    return draft.final
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -117,7 +99,11 @@ class Draft:
     def __init__(
         self, folder: Path, step: int, attempt: str, fence: Callable[[], None] | None
     ) -> None:
-        """Touch nothing, but call `fence`, because hidden folders may belong to a newer attempt."""
+        """Touch nothing, but call `fence`, because hidden folders may belong to a newer attempt.
+
+        `fence` is called again right before the commit, and raises when this process may not write
+        there any more. Only one process may save to a folder at a time.
+        """
         self.final = path_of(folder, step)
         self.name = self.final.name
         self._folder = folder

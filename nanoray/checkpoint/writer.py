@@ -212,7 +212,7 @@ class CheckpointWriter:
         with self._outcome_kept():
             if draft:
                 keep = self._spec.config.keep_checkpoints
-                checkpoint.save_parts(draft, state, writers, keep, self._require_parts)
+                checkpoint.save(draft, state, writers, keep, self._require_parts)
             else:
                 sharded_files.write(temp, rank, state)
 

@@ -112,8 +112,8 @@ def test_what_differs_or_is_left_behind_fails_the_report(tmp_path: Path) -> None
     """The comparison sees one bit of one moment, and one record that is missing."""
     import torch
 
-    from nanoray.checkpoint.files import save
     from nanoray.checkpoint.state.state_dict import StateDict
+    from tests.harness.saving import save
 
     runs = [tmp_path / name for name in ("clean", "faulty")]
     for run, value in zip(runs, (1.0, 1.0000001), strict=True):

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nanoray.checkpoint import files
 from nanoray.checkpoint.export import weights_file
 from nanoray.checkpoint.gpt2 import PREFIX, weights_of
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.models.gpt import GPT, ModelShape
+from tests.harness.saving import save
 
 # Before transformers is imported: no test asks the hub for anything
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -200,7 +200,7 @@ def own_checkpoint(
         "config": {"dropout": 0.0},
     }
     model = {name: tensor.clone() for name, tensor in gpt.state_dict().items()}
-    return files.save(folder, StateDict(model, {}, [], {}, meta), keep=9)
+    return save(folder, StateDict(model, {}, [], {}, meta), keep=9)
 
 
 @torch.no_grad()

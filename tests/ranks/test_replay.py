@@ -233,7 +233,8 @@ def test_a_flipped_bit_is_found_between_two_runs(
 def test_a_bit_in_a_checkpoint_is_named(
     pair: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nanoray.checkpoint.files import load, save
+    from nanoray.checkpoint.files import load
+    from tests.harness.saving import save
 
     run = shutil.copytree(pair.folder, tmp_path / "copy")
     state = load(run / "checkpoints" / "step_00000006")

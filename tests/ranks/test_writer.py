@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint import writer
 from nanoray.checkpoint.files import load
 from nanoray.checkpoint.resume import newest_valid
@@ -36,6 +35,7 @@ from tests.harness.alone import engine_of
 from tests.harness.commands import Command, forkserver, killed_saves
 from tests.harness.commands import wait_for as until
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
+from tests.harness.saving import save
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"), "none", "")
 
@@ -453,7 +453,7 @@ def freeze_before_the_rename(spec: dict[str, Any]) -> None:
     present one.
     """
     run, calls = RunSpec.from_dict(spec), iter(range(2))
-    checkpoint.save(
+    save(
         run.checkpoints,
         make(20),
         9,

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from nanoray.checkpoint import tensorfile
-from nanoray.checkpoint.files import load, save
+from nanoray.checkpoint.files import load
 from nanoray.checkpoint.manifest import manifest_json, parse_manifest
 from nanoray.checkpoint.resume import check_shape, find_resume, newest_valid
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.errors import CheckpointError
 from tests.harness.commands import forkserver, killed_saves
 from tests.harness.messages import find_line
+from tests.harness.saving import save
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
 FILES = [

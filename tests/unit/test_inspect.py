@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.files import load, open_checkpoint, save
+from nanoray.checkpoint.files import load, open_checkpoint
 from nanoray.errors import ConfigError
 from nanoray.lab.inspect.__main__ import main
 from nanoray.lab.inspect.one_batch import measure
@@ -19,6 +19,7 @@ from nanoray.lab.inspect.tree import dump
 from nanoray.models.build import build_model
 from nanoray.models.precision import autocast
 from tests.harness.ranks import make_spec, run_ranks
+from tests.harness.saving import save
 
 RESNET = [
     "--model",

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanoray.checkpoint import sharded_files
-from nanoray.checkpoint.files import Draft, load, save_parts
+from nanoray.checkpoint.files import Draft, load, save
 from nanoray.checkpoint.state.rank_state import Holding, Share
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.config import Batch, Config, make_config
@@ -166,7 +166,8 @@ def saved_by(mesh: str, folder: Path, change: Callable[[TrainState], None]) -> P
 
     for _ in on_each_rank(mesh, write):
         pass
-    return save_parts(draft, first[0], MESHES[mesh][0], 9, lambda: None)
+    save(draft, first[0], MESHES[mesh][0], 9, lambda: None)
+    return draft.final
 
 
 def load_into(path: Path, state: TrainState) -> None:

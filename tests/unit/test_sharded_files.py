@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoray.checkpoint import files, sharded_files
-from nanoray.checkpoint.files import Draft, load, save, save_parts
+from nanoray.checkpoint.files import Draft, load
 from nanoray.checkpoint.resume import newest_valid
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli.checkpoint import main
@@ -28,6 +28,7 @@ from nanoray.errors import CheckpointError
 from nanoray.machine.fault_points import SAVING, watch
 from nanoray.parallel.pieces import Piece
 from tests.harness.commands import forkserver, killed_saves
+from tests.harness.saving import save
 
 VIEWS = {
     "qkv": ((12, 4), (3, 4, 4)),
@@ -115,7 +116,8 @@ def save_all(folder: Path, held: Sequence[dict[str, Piece]], step: int, keep: in
     for thread in others:
         thread.start()
     try:
-        return save_parts(draft, states[0], len(held), keep, lambda: None)
+        files.save(draft, states[0], len(held), keep, lambda: None)
+        return draft.final
     finally:
         for thread in others:
             thread.join()
@@ -275,7 +277,7 @@ def test_a_part_that_fails_leaves_the_older_checkpoint_and_names_the_rank(tmp_pa
     with pytest.raises(
         CheckpointError, match=r"cannot write a part of .*: rank 1: File exists \(model-00001"
     ):
-        save_parts(draft, state_of(0, held[0], 2), 2, 9, lambda: None)
+        files.save(draft, state_of(0, held[0], 2), 2, 9, lambda: None)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -292,7 +294,7 @@ def test_a_rank_that_never_writes_ends_the_wait_when_the_run_says_so(tmp_path: P
             raise CheckpointError("rank 1 was lost")
 
     with pytest.raises(CheckpointError, match="rank 1 was lost"):
-        save_parts(draft, state_of(0, held[0], 2), 2, 9, alive)
+        files.save(draft, state_of(0, held[0], 2), 2, 9, alive)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     assert is_whole(load(tmp_path / "step_00000001"), 1)
 
