@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -28,10 +27,13 @@ from torch import Tensor
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.tensorfile import damage_of, layout, read_file, tensors_in, write_file
 from nanoray.errors import CheckpointError
+from nanoray.machine.atomic import replace_text
 from nanoray.machine.fault_points import reached
 from nanoray.parallel.pieces import Piece, fill, overlaps
 
 _POLL_S = 0.02
+MODEL = "model"
+OPTIMIZER = "optimizer"
 _FILE = re.compile(r"(model|optimizer)-(\d{5})\.safetensors")
 Sums = dict[str, dict[str, Any]]
 
@@ -43,8 +45,8 @@ def write(temp: Path, rank: int, state: StateDict) -> None:
     0.
     """
     files = {
-        f"model-{rank:05d}.safetensors": state.model,
-        f"optimizer-{rank:05d}.safetensors": state.optimizer,
+        f"{MODEL}-{rank:05d}.safetensors": state.model,
+        f"{OPTIMIZER}-{rank:05d}.safetensors": state.optimizer,
     }
     sums: Sums = {}
     try:
@@ -60,10 +62,7 @@ def write(temp: Path, rank: int, state: StateDict) -> None:
 
 
 def _write_note(temp: Path, rank: int, note: dict[str, Any]) -> None:
-    # By a rename, so that rank 0 reads no half of it.
-    unfinished = temp / f".part-{rank:05d}.tmp"
-    unfinished.write_text(json.dumps(note), encoding="utf-8")
-    os.rename(unfinished, temp / f".part-{rank:05d}.json")
+    replace_text(temp / f".part-{rank:05d}.json", json.dumps(note))
 
 
 def collect(
@@ -134,84 +133,62 @@ def load(
             {name: Piece.from_json(name, piece) for name, piece in pieces.items()}
             for pieces in content["pieces"]
         ]
-        whole = {name: piece.all for pieces in saved for name, piece in pieces.items()}
-        model = _load_model(path, sums, saved, whole, weights, content["aliases"])
-        optimizer = _load_optimizer(path, sums, saved, whole, wanted)
-        return model, optimizer
+        model = _load(path, sums, saved, MODEL, weights)
+        # Tied weights are saved once.
+        for name, origin in content["aliases"].items():
+            if weights is None or origin in model:
+                model[name] = model[origin]
+        return model, _load(path, sums, saved, OPTIMIZER, wanted)
 
 
-def _load_model(
+def _load(
     path: Path,
     sums: Sums,
     saved: Sequence[Mapping[str, Piece]],
-    whole: Mapping[str, Piece],
-    weights: Mapping[str, Piece] | None,
-    aliases: Mapping[str, str],
-) -> dict[str, Tensor]:
-    pieces = whole if weights is None else weights
-    ranks = _ranks_with(saved, pieces) | {0}  # rank 0 also saves tensors that no rank owns
-    # Read each file once, however many pieces of it are wanted.
-    files = _read_files(path, sums, saved, "model", ranks)
-    in_pieces = {name: (name, piece) for name, piece in pieces.items() if name in whole}
-    model = _assemble(files, in_pieces)
-    if weights is None:
-        model = {name: tensor.view(whole[name].shape) for name, tensor in model.items()}
-
-    # Other tensors are saved as a whole: those of a whole state, buffers, and frozen weights where
-    # their ranks had not cut them.
-    for _, tensors in files:
-        for name, tensor in tensors.items():
-            if name in whole:
-                continue
-            model[name] = tensor
-            if weights is not None and name in weights:
-                model[name] = weights[name].take(tensor)
-
-    # Tied weights are saved once.
-    for name, origin in aliases.items():
-        if weights is None or origin in model:
-            model[name] = model[origin]
-    return model
-
-
-def _load_optimizer(
-    path: Path,
-    sums: Sums,
-    saved: Sequence[Mapping[str, Piece]],
-    whole: Mapping[str, Piece],
+    kind: str,
     wanted: Mapping[str, Piece] | None,
 ) -> dict[str, Tensor]:
+    """Return the tensors of the files of one kind, cut as `wanted`; None: whole."""
+    whole = {name: piece.all for pieces in saved for name, piece in pieces.items()}
     pieces = whole if wanted is None else wanted
-    ranks = _ranks_with(saved, pieces) if whole else {0}  # a whole state is rank 0's
-    files = _read_files(path, sums, saved, "optimizer", ranks)
+    ranks = _ranks_with(saved, pieces)
+    if kind == MODEL or not whole:
+        ranks.add(0)  # it also saves what no rank has cut: all of a whole state
 
-    # A name is "KIND.PARAMETER".
-    complete: dict[str, Tensor] = {}
-    parameter_of: dict[str, str] = {}  # of the tensors that are saved in pieces
-    for _, tensors in files:
-        for name, tensor in tensors.items():
-            _, _, parameter = name.partition(".")
-            if wanted is not None and parameter not in wanted:
+    tensors: dict[str, Tensor] = {}
+    parts: dict[str, list[tuple[Piece, Tensor]]] = {}  # of the tensors that ranks had cut
+    if kind == MODEL:
+        parts = {name: [] for name in pieces if name in whole}  # none of them may be missing
+    for rank in sorted(ranks):
+        file = f"{kind}-{rank:05d}.safetensors"
+        # Each file is read once, however many pieces of it are wanted.
+        for name, tensor in tensors_in(read_file(path / file, sums[file]), file).items():
+            parameter = _parameter_of(name, kind)
+            own = saved[rank].get(parameter)
+            if own is not None and parameter not in pieces:
                 continue
-            if parameter not in whole:
-                complete[name] = tensor if wanted is None else _cut(tensor, wanted[parameter])
-            elif tensor.dim():
-                parameter_of[name] = parameter
-            else:  # a scalar, such as `step`, is equal in every part of its parameter
-                complete[name] = tensor
+            if own is not None and (kind == MODEL or tensor.dim()):
+                parts.setdefault(name, []).append((own, tensor.reshape(-1)))
+            elif own is not None or wanted is None:
+                # A scalar of an optimizer, such as `step`, is equal in all parts of its parameter.
+                tensors[name] = tensor
+            elif parameter in wanted:
+                # A scalar of a larger parameter is not cut.
+                is_cut = tensor.dim() or not wanted[parameter].shape
+                tensors[name] = wanted[parameter].take(tensor) if is_cut else tensor
+            elif kind == MODEL:  # a buffer
+                tensors[name] = tensor
 
-    optimizer = _assemble(
-        files, {name: (parameter, pieces[parameter]) for name, parameter in parameter_of.items()}
-    )
-    if wanted is None:
-        for name, parameter in parameter_of.items():
-            optimizer[name] = optimizer[name].view(whole[parameter].shape)
-    return optimizer | complete
+    for name, of_name in parts.items():
+        piece = pieces[_parameter_of(name, kind)]
+        tensor = fill(piece, of_name)
+        tensors[name] = tensor.view(piece.shape) if wanted is None else tensor
+    return tensors
 
 
-def _cut(tensor: Tensor, piece: Piece) -> Tensor:
-    """Return a piece of an optimizer's tensor; a scalar of a larger parameter is not cut."""
-    return piece.take(tensor) if tensor.dim() or not piece.shape else tensor
+def _parameter_of(name: str, kind: str) -> str:
+    """Return the parameter of a tensor: the optimizer's are named KIND.PARAMETER."""
+    return name if kind == MODEL else name.partition(".")[2]
 
 
 def _ranks_with(saved: Sequence[Mapping[str, Piece]], wanted: Mapping[str, Piece]) -> set[int]:
@@ -223,33 +200,3 @@ def _ranks_with(saved: Sequence[Mapping[str, Piece]], wanted: Mapping[str, Piece
                 ranks.add(rank)
                 break
     return ranks
-
-
-def _read_files(
-    path: Path, sums: Sums, saved: Sequence[Mapping[str, Piece]], kind: str, ranks: Iterable[int]
-) -> list[tuple[Mapping[str, Piece], dict[str, Tensor]]]:
-    """Read the files of these ranks; return the pieces and the tensors of each."""
-    files = []
-    for rank in sorted(ranks):
-        name = f"{kind}-{rank:05d}.safetensors"
-        files.append((saved[rank], tensors_in(read_file(path / name, sums[name]), name)))
-    return files
-
-
-def _assemble(
-    files: Iterable[tuple[Mapping[str, Piece], Mapping[str, Tensor]]],
-    wanted: Mapping[str, tuple[str, Piece]],
-) -> dict[str, Tensor]:
-    """Return each wanted tensor, (numel,), by name, from the saved pieces of its parameter.
-
-    `wanted`: the parameter of a name, and the piece of it to return.
-    """
-    saved: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name in wanted}
-    for pieces, tensors in files:
-        for name, tensor in tensors.items():
-            if name not in wanted:
-                continue
-            parameter, _ = wanted[name]
-            if parameter in pieces:
-                saved[name].append((pieces[parameter], tensor.reshape(-1)))
-    return {name: fill(piece, saved[name]) for name, (_, piece) in wanted.items()}

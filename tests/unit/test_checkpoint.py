@@ -426,7 +426,7 @@ def test_disk_full_is_seen_before_writing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "times"), [("write", 10), ("fsync", 7), ("rename", 3), ("mkdir", 2)]
+    ("call", "times"), [("write", 10), ("fsync", 7), ("rename", 2), ("mkdir", 2)]
 )
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error", "disk"), KeyboardInterrupt()])
 def test_every_failing_system_call_leaves_the_old_set(tmp_path, monkeypatch, call, times, error):
