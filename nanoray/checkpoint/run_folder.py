@@ -263,20 +263,18 @@ def write_attempt(spec: RunSpec) -> None:
             file.truncate()
 
 
-def read_attempt(folder: Path) -> tuple[int, float] | None:
+def read_attempt(folder: Path) -> tuple[int, float]:
     """Return the attempt that may write checkpoints, and when its command started (Unix s).
 
-    None without the file. Raises CheckpointError when it cannot be read.
+    Raises CheckpointError when its file cannot be read, as in a folder that was removed.
     """
     path = folder / "attempt"
     try:
         attempt, started = path.read_text(encoding="utf-8").split()
         return int(attempt), float(started)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"cannot tell from {path} which attempt may write ({error}); remove it"
+            f"cannot tell from {path} which attempt may write ({error}); start the command again"
         ) from None
 
 

@@ -293,13 +293,7 @@ class CheckpointWriter:
     def _fence(self) -> None:
         """Raise AttemptOver when another attempt of this run has begun without this process."""
         self._may_commit.wait()  # a survivor waits for the number of its next attempt
-        newest = read_attempt(self._spec.folder)
-        if newest is None:
-            raise CheckpointError(
-                f"{self._spec.folder}/attempt is missing: another program has removed or moved the "
-                "run's folder"
-            )
-        attempt, started = newest
+        attempt, started = read_attempt(self._spec.folder)
         if started != self._spec.started:
             raise AttemptOver(
                 "this command is over: another one continues the run; nothing written"

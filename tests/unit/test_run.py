@@ -138,7 +138,8 @@ def test_the_lock_lives_as_long_as_the_spec(text: Path, tmp_path: Path) -> None:
 
 
 def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
-    assert read_attempt(tmp_path) is None
+    with pytest.raises(CheckpointError, match="No such file"):
+        read_attempt(tmp_path)
     spec = make_spec(text, tmp_path / "runs", stop_at=2)
     assert read_attempt(spec.folder) == (0, spec.started)
     write_attempt(replace(spec, attempt=12))
@@ -147,7 +148,7 @@ def test_which_attempt_may_write(text: Path, tmp_path: Path) -> None:
     (spec.folder / "attempt").write_text("twelve")
     with pytest.raises(
         CheckpointError,
-        match=rf"^cannot tell from {spec.folder}/attempt which attempt may write .*; r",
+        match=rf"^cannot tell from {spec.folder}/attempt which attempt may write .*; s",
     ):
         read_attempt(spec.folder)
     write_attempt(spec)

@@ -125,10 +125,10 @@ class ModelPart(StatePart):
         before: Listing = saved.meta["weights"]
         now = self._weights
         _refuse_other_names(before.keys(), now.keys())
-        shapes = [name for name in now if before[name][2] != now[name][2]]
+        shapes = [name for name in now if before[name][1] != now[name][1]]
         if shapes:
             name = min(shapes)
-            raise _other_shape(name, before[name][2], now[name][2])
+            raise _other_shape(name, before[name][1], now[name][1])
         changed = {name for name in now if before[name][0] != now[name][0]}
         if changed:
             name = min(changed)
@@ -203,12 +203,12 @@ def without_owner(model: nn.Module, tensors: Tensors) -> Tensors:
 
 
 def _weights_of(model: nn.Module) -> Listing:
-    """Return kind, dtype and shape of each weight of a whole model, under all of its names."""
+    """Return the kind and the shape of each weight of a whole model, under all of its names."""
     trained = {id(p): p.requires_grad for p in model.parameters()}
     listed = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in trained:
-            listed[name] = _entry(TRAINED if trained[id(tensor)] else FROZEN, tensor)
+            listed[name] = [TRAINED if trained[id(tensor)] else FROZEN, list(tensor.shape)]
     return listed
 
 
@@ -244,10 +244,6 @@ def _other_shape(name: str, before: list[int], now: list[int]) -> CheckpointErro
         f"the checkpoint is of another model: {name} has the shape {before} there and {now} here; "
         "resume with the model that wrote it"
     )
-
-
-def _entry(kind: str, tensor: Tensor) -> list[Any]:
-    return [kind, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def _first_of(names: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from nanoray.parallel.pieces import Piece
 # The kinds of weights
 TRAINED = "trained"
 FROZEN = "frozen"
-Listing = dict[str, list[Any]]  # by the name of a weight: kind, dtype, shape
+Listing = dict[str, list[Any]]  # by the name of a weight: kind, shape
 Tensors = dict[str, Tensor]
 
 
@@ -25,7 +25,7 @@ class StateDict:
 
     With `pieces`, the tensor of a parameter named there is that piece, flat. Others are whole.
     `model` also has the tensors of extra states; meta["entries"] has what else is in these, and
-    meta["weights"] the kind, dtype and shape of each weight of the whole model.
+    meta["weights"] the kind and the shape of each weight of the whole model.
     """
 
     model: Tensors
