@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -29,12 +28,7 @@ def begin_with(model: nn.Module, path: str, mesh: Mesh) -> None:
         try:
             load_weights(model, find(path))
         except NanorayError as error:
-            problem = str(error)
-            if not Path(path).exists():
-                problem = (
-                    f"rank 0 on {platform.node()} does not see init_from = {path}, which the run "
-                    "was started with; put it on storage that all nodes share"
-                )
+            problem = f"rank 0 on {platform.node()}: {error}"
     problem = mesh.broadcast(problem)
     if problem:
         raise ConfigError(problem)

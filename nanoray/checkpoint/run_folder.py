@@ -25,10 +25,11 @@ import fcntl
 import logging
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,13 @@ from nanoray import __version__
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.machine.atomic import json_mapping, replace_text, write_json
+from nanoray.machine.atomic import replace_text, write_json
 from nanoray.machine.environment import working_folder
 from nanoray.machine.launchers import describe_start
 from nanoray.machine.script_errors import exit_code_after
 from nanoray.parallel.backends import reports_lost_peers
 
 log = logging.getLogger("nanoray.rank")
-_RECORD_BYTES = 1 << 16  # more than one record of a file of records has
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
@@ -278,31 +278,15 @@ def read_attempt(folder: Path) -> tuple[int, float]:
         ) from None
 
 
-def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] | None:
-    """Return the newest complete record of a file in a run's folder; None while there is none."""
-    try:
-        # Only the end of the file: a long run has many records.
-        with (folder / name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _RECORD_BYTES))
-            complete_lines = file.read().split(b"\n")[:-1]
-        return json_mapping(complete_lines[-1])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 def disk_used(folder: Path) -> dict[str, float]:
     """Return the share of a file system that is in use, as df counts it: without root's reserve.
 
     Empty where it cannot be read: no run ends because of that.
     """
-    try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return {}
-    # Of all blocks but those that only root may use.
-    used = disk.f_blocks - disk.f_bfree
-    return {"disk/used": 100 * used / max(1, used + disk.f_bavail)}
+    with suppress(OSError):
+        disk = shutil.disk_usage(folder)
+        return {"disk/used": 100 * disk.used / max(1, disk.used + disk.free)}
+    return {}
 
 
 @contextmanager

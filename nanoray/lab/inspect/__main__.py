@@ -14,7 +14,6 @@ import json
 import sys
 from pathlib import Path
 
-from nanoray.checkpoint.run_folder import newest_record
 from nanoray.cli import (
     RUNS,
     Parser,
@@ -27,7 +26,7 @@ from nanoray.cli import (
 from nanoray.config.load import run_folder_of
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError
-from nanoray.machine.atomic import replace_text
+from nanoray.machine.atomic import read_json_lines, replace_text
 
 
 def make_parser() -> Parser:
@@ -87,7 +86,7 @@ def _run(args: argparse.Namespace, flags: list[str], arguments: list[str]) -> in
     description = dump(inspected)
     run = run_folder_of(target) if Path(target).expanduser().is_dir() else None
     if run:
-        description["statistics"] = newest_record(run, FILE)
+        description["statistics"] = next(reversed(read_json_lines(run / FILE)), None)
     if args.verify:
         description["verify"] = run_batch(inspected, description)
 
