@@ -28,11 +28,11 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from weakref import WeakValueDictionary
 
 from nanoray import __version__
@@ -49,28 +49,9 @@ log = logging.getLogger("nanoray.rank")
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
-class RunLock:
-    """The open file whose flock reserves a run folder for one process.
-
-    The kernel releases it when the process dies.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self._fd)  # at the end of Python the module's `os` may be gone
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The device and inode of the file."""
-        status = os.fstat(self._fd)
-        return status.st_dev, status.st_ino
-
-
-# The locks of this process by device and inode. The pid and host in the file do not identify a
-# process: two containers may both have a process 1, and the same hostname.
-_HELD: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
+# The lock files that this process holds, by the run's folder. The pid and host in the file do not
+# identify a process: two containers may both have a process 1, and the same hostname.
+_HELD: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -85,7 +66,7 @@ class RunSpec:
     attempt: int = 0
     notes: tuple[str, ...] = ()
     # Stays in the process that opened the run
-    lock: RunLock | None = field(default=None, repr=False, compare=False)
+    lock: TextIO | None = field(default=None, repr=False, compare=False)
     # key of the configuration -> who has set it (config/settings.py)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -196,28 +177,28 @@ def new_folder(out_dir: Path, name: str) -> Path:
     )
 
 
-def lock_run(folder: Path) -> tuple[RunLock | None, str]:
+def lock_run(folder: Path) -> tuple[TextIO | None, str]:
     """Lock a run's folder for this process; return the lock, and a warning or an empty string.
 
-    A process that already holds it gets None, and so does one on a file system without locks, with
-    a warning. Raises ConfigError when another process holds it.
+    The lock is an open file: it lasts until its last reference goes, or this process. A process that
+    already holds it gets None, and so does one on a file system without locks, with a warning.
+    Raises ConfigError when another process holds it.
     """
+    key = folder.resolve()
+    if key in _HELD:
+        return None, ""
     path = folder / "lock"
-    own = f"pid {os.getpid()} on {platform.node()}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    lock = RunLock(fd)  # closes the file with its last reference
+    lock = path.open("a+", encoding="utf-8")
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             holder = path.read_text(encoding="utf-8").strip() or "another process"
         except OSError as error:
             warning = f"{folder} cannot be locked ({error.strerror}): let only one command use it"
             return None, f"warning  {warning}"
-        if lock.key in _HELD:
-            return None, ""
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"run {folder} is in use by {holder}; wait until it ends, or start a new run from "
@@ -227,9 +208,9 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
         time.sleep(0.1)  # it may be exiting
 
     # For the message of a process that finds the folder in use.
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{own}\n".encode(), 0)
-    _HELD[lock.key] = lock
+    lock.truncate(0)
+    print(f"pid {os.getpid()} on {platform.node()}", file=lock, flush=True)
+    _HELD[key] = lock
     return lock, ""
 
 
