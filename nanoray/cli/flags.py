@@ -178,16 +178,14 @@ def _layer_of_run(resume: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _layer_at(url: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what the run at a URL passes on; nothing if that is a folder of several runs.
+    """Return what the run at a URL passes on.
 
     Every rank reads these two small files. Raises ConfigError.
     """
     problem = problem_of("resume", url)
-    if problem:
-        raise ConfigError(problem)
     named = run_of(url)
-    if named is None:
-        return {}, {}
+    if problem or named is None:
+        raise ConfigError(problem)
     run, _ = named
     try:
         store = Store(run)

@@ -37,7 +37,7 @@ class RunKeys(Group):
 
     resume: str = path("none", "run", min_length=1)
     """none | auto (the newest run with this name and recipe in out_dir, or at --upload) | PATH or
-    URL of a run or of one checkpoint | URL of several runs (as auto)"""
+    URL of a run or of one checkpoint"""
 
     # A copy in object storage
     upload: str = path("", "run")

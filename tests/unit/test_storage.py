@@ -36,12 +36,15 @@ SECRET = "wJalrXUtnFEMI/K7MDENG"
         (f"s3://AKIA:{SECRET}@bucket/x", "s3://bucket/x contains more than a bucket"),
         (f"s3://AKIA:{SECRET}/x", "s3://.../... contains more than a bucket"),
         (f"ftp://me:{SECRET}@host/x", "ftp://host/x: unknown protocol"),
+        ("s3://bucket/runs", "names no run; write URL/RUN, or --resume auto --upload URL"),
     ],
 )
 @pytest.mark.parametrize("key", ["upload", "resume"])
 def test_others_are_refused_without_what_may_be_a_secret(key: str, url: str, words: str) -> None:
     if key == "resume" and "://" not in url:
         pytest.skip("a path")
+    if key == "upload" and "names no run" in words:
+        pytest.skip("a folder of runs")
     for make in (
         lambda: make_config({key: url}),
         lambda: parse_args([f"--{key}", url], "nanoray train", "", None),

@@ -2,7 +2,6 @@
 
     --resume URL/RUN                        that run; config.json there has its settings
     --resume URL/RUN/checkpoints/step_...   a new run from that checkpoint
-    --resume URL                            the newest run there that fits, as auto does
     --resume auto --upload URL              the newest run that fits, here or there
 
 Afterwards the run is continued as one that was always here. Called by the driver or by rank 0, before
@@ -32,7 +31,7 @@ _CHUNK = 8 << 20  # bytes that are hashed at a time
 
 
 def fetch_named(settings: S) -> S:
-    """Fetch the run or the checkpoint that `resume` names, if it is a URL of one.
+    """Fetch the run or the checkpoint that `resume` names, if it is a URL.
 
     Returns settings whose `resume` is local then, with notes on what was done. Raises CheckpointError
     when no checkpoint there is complete, ConfigError when the storage fails or another process uses
@@ -49,14 +48,13 @@ def fetch_named(settings: S) -> S:
 
 
 def fetch_fitting(settings: S, dataset: DatasetInfo) -> S:
-    """Fetch the newest run that fits, for the URL of several runs and for `auto` with `upload`.
+    """Fetch the newest run that fits, for `auto` with `upload`; what is here counts, too.
 
     Returns and raises as fetch_named.
     """
     config = settings.config
-    is_auto = config.resume == "auto" and bool(config.upload)
-    url = config.upload if is_auto else config.resume
-    if not is_auto and not is_url(url):
+    url = config.upload
+    if config.resume != "auto" or not url:
         return settings
     recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
     notes: list[str] = []
@@ -66,15 +64,9 @@ def fetch_fitting(settings: S, dataset: DatasetInfo) -> S:
             if not _steps_there(Store(where)):
                 notes.append(f"resume  run {name} at {url} has no complete checkpoint; skipped")
                 continue
-            path = fetch_run(where, "", _out_dir(settings), notes)
-            if not is_auto:
-                settings = settings.set({"resume": str(path)}, f"fetched from {where}")
-            return settings.note(*notes)
-    # What is here counts, too.
-    if is_auto:
-        return settings.note(*notes)
-    reasons = "".join(f"; {note.removeprefix('resume  ')}" for note in notes)
-    raise CheckpointError(f"no run at {url} fits this one{reasons}; give --resume the URL of a run")
+            fetch_run(where, "", _out_dir(settings), notes)
+            break
+    return settings.note(*notes)
 
 
 def _out_dir(settings: Settings) -> Path:

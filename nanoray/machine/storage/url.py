@@ -52,7 +52,10 @@ def run_of(url: str) -> tuple[str, str] | None:
 
 
 def problem_of(key: str, url: str) -> str | None:
-    """Return why the value of a key is no URL of object storage, and the remedy; None if it is one."""
+    """Return why the value of a key is no URL of object storage, and the remedy; None if it is one.
+
+    That of `resume` must name a run.
+    """
     shown = f"{key} = {without_credentials(url)}"
     if not is_url(url):
         return f"{shown} is no URL; write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
@@ -64,18 +67,21 @@ def problem_of(key: str, url: str) -> str | None:
     if protocol == "file":
         if bucket or not path:
             return f"{shown} is no absolute path; write three slashes, as in file:///mnt/runs"
-        return None
-
     # What a presigned address has after its `?` are credentials, too.
-    if "@" in bucket or "?" in url or (":" in bucket and not _ACCESS_POINT.fullmatch(bucket)):
+    elif "@" in bucket or "?" in url or (":" in bucket and not _ACCESS_POINT.fullmatch(bucket)):
         return (
             f"{shown} contains more than a bucket and a folder; credentials in a URL would be written "
             "into config.json and logs: drop them, and set the variables of the cloud's own tools "
             "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL; "
             "GOOGLE_APPLICATION_CREDENTIALS)"
         )
-    if not _BUCKET.fullmatch(bucket) and not _ACCESS_POINT.fullmatch(bucket):
+    elif not _BUCKET.fullmatch(bucket) and not _ACCESS_POINT.fullmatch(bucket):
         return f"{shown} names no bucket; write {protocol}://BUCKET/FOLDER"
+    if key == "resume" and run_of(url) is None:
+        return (
+            f"{shown} names no run; write URL/RUN, or --resume auto --upload URL for the newest one "
+            "that fits"
+        )
     return None
 
 
