@@ -12,8 +12,6 @@ from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
 from nanoray.checkpoint.state.part import StatePart
 from nanoray.checkpoint.state.rank_state import RankState
 from nanoray.checkpoint.state.state_dict import (
-    FROZEN,
-    TRAINED,
     Listing,
     StateDict,
     Tensors,
@@ -38,8 +36,7 @@ class ModelPart(StatePart):
     def __init__(self, state: RankState) -> None:
         """List what a checkpoint must contain, while the model is whole."""
         super().__init__(state)
-        self._weights = _weights_of(state.model)
-        self._others = _others_of(state.model)
+        self._listing = _listing_of(state.model)
 
     # To a checkpoint, and to other ranks.
 
@@ -50,7 +47,7 @@ class ModelPart(StatePart):
             if name != origin:
                 packed.aliases[name] = origin
         packed.meta["entries"] = values
-        packed.meta["weights"] = self._weights
+        packed.meta["listing"] = self._listing
 
     def pack_own(self, packed: StateDict, first: bool) -> None:
         packed.model = without_owner(self._state.model, packed.model) if first else {}
@@ -104,8 +101,6 @@ class ModelPart(StatePart):
     def load_whole_tensors(self, saved: StateDict) -> None:
         """Copy what no rank has cut of a model that is cut: buffers, extra states, some weights."""
         tensors, values = entries_of(saved, device_of(self._state.model))
-        if saved.has_weights:
-            self._refuse_other_buffers(saved, tensors | values)
         for name, own in self._whole_entries(keep_vars=True).items():
             if name not in tensors:
                 continue
@@ -121,14 +116,17 @@ class ModelPart(StatePart):
         return {name: buffer.tensor for name, buffer in found.items()}
 
     def _refuse_other_model(self, saved: StateDict) -> None:
-        """Raise CheckpointError when the saved weights are others, or others were trained."""
-        before: Listing = saved.meta["weights"]
-        now = self._weights
+        """Raise CheckpointError when the saved model has other entries, or others were trained."""
+        before: Listing = saved.meta["listing"]
+        now = self._listing
         _refuse_other_names(before.keys(), now.keys())
         shapes = [name for name in now if before[name][1] != now[name][1]]
         if shapes:
             name = min(shapes)
-            raise _other_shape(name, before[name][1], now[name][1])
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} has the shape {before[name][1]} there "
+                f"and {now[name][1]} here; resume with the model that wrote it"
+            )
         changed = {name for name in now if before[name][0] != now[name][0]}
         if changed:
             name = min(changed)
@@ -138,24 +136,6 @@ class ModelPart(StatePart):
                 f"{now[name][0]} here){more}; resume with the same ones, or begin a new run from "
                 "the weights: nanoray checkpoint export, then load_state_dict"
             )
-
-    def _refuse_other_buffers(self, saved: StateDict, entries: dict[str, Any]) -> None:
-        """Raise CheckpointError when the saved buffers or extra states are others.
-
-        For a whole model torch's load_state_dict compares them.
-        """
-        weights: Listing = saved.meta["weights"]
-        aliases = aliases_of(self._state.model)
-        before = {}
-        for name, value in entries.items():
-            if name not in weights and aliases.get(name, name) == name:
-                before[name] = value
-        now = self._others
-        _refuse_other_names(before.keys(), now.keys())
-
-        for name, shape in now.items():
-            if shape is not None and list(before[name].shape) != shape:
-                raise _other_shape(name, list(before[name].shape), shape)
 
     # To be compared.
 
@@ -202,28 +182,20 @@ def without_owner(model: nn.Module, tensors: Tensors) -> Tensors:
     return ownerless
 
 
-def _weights_of(model: nn.Module) -> Listing:
-    """Return the kind and the shape of each weight of a whole model, under all of its names."""
+def _listing_of(model: nn.Module) -> Listing:
+    """Return the kind and the shape of each entry of a whole model, under all of its names."""
     trained = {id(p): p.requires_grad for p in model.parameters()}
-    listed = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in trained:
-            listed[name] = [TRAINED if trained[id(tensor)] else FROZEN, list(tensor.shape)]
-    return listed
-
-
-def _others_of(model: nn.Module) -> dict[str, list[int] | None]:
-    """Return the shapes of a whole model's buffers, by their first names; None: an extra state."""
-    weights = {id(p) for p in model.parameters()}
-    aliases = aliases_of(model)
-    shapes: dict[str, list[int] | None] = {}
+    listed: Listing = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) in weights or aliases.get(name, name) != name:
-            continue
         # An extra state may be a tensor, too, but of any shape.
-        is_buffer = isinstance(value, Tensor) and name.rpartition(".")[2] != EXTRA
-        shapes[name] = list(value.shape) if is_buffer else None
-    return shapes
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == EXTRA:
+            listed[name] = ["extra state", []]
+            continue
+        kind = "buffer"
+        if id(value) in trained:
+            kind = "trained" if trained[id(value)] else "frozen"
+        listed[name] = [kind, list(value.shape)]
+    return listed
 
 
 def _refuse_other_names(before: Set[str], now: Set[str]) -> None:
@@ -237,13 +209,6 @@ def _refuse_other_names(before: Set[str], now: Set[str]) -> None:
                 f"the checkpoint is of another model: {_first_of(names)} {where}; resume with the "
                 "model that wrote it"
             )
-
-
-def _other_shape(name: str, before: list[int], now: list[int]) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint is of another model: {name} has the shape {before} there and {now} here; "
-        "resume with the model that wrote it"
-    )
 
 
 def _first_of(names: Collection[str]) -> str:

@@ -12,10 +12,8 @@ from nanoray.models.modules import join
 from nanoray.models.values import tensors_within
 from nanoray.parallel.pieces import Piece
 
-# The kinds of weights
-TRAINED = "trained"
-FROZEN = "frozen"
-Listing = dict[str, list[Any]]  # by the name of a weight: kind, shape
+# By the name of a model's entry: "trained", "frozen", "buffer" or "extra state"; its shape
+Listing = dict[str, list[Any]]
 Tensors = dict[str, Tensor]
 
 
@@ -25,7 +23,7 @@ class StateDict:
 
     With `pieces`, the tensor of a parameter named there is that piece, flat. Others are whole.
     `model` also has the tensors of extra states; meta["entries"] has what else is in these, and
-    meta["weights"] the kind and the shape of each weight of the whole model.
+    meta["listing"] the kind and the shape of each entry of the whole model.
     """
 
     model: Tensors
