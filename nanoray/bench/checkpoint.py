@@ -425,7 +425,7 @@ def make_arms(
     import torch.distributed.checkpoint as dcp
 
     from nanoray.bench.predicted import shape_of
-    from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
+    from nanoray.checkpoint.state.optimizers import optimizer_tensors
     from nanoray.models.gpt import GPT
     from nanoray.parallel.pieces import whole_shards
     from nanoray.train.optim.groups import make_optimizer
@@ -594,7 +594,7 @@ def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
     """Return what one rank saves after `step`: weights, optimizer state, random generators."""
     import torch
 
-    from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
+    from nanoray.checkpoint.state.optimizers import optimizer_tensors
     from nanoray.checkpoint.state.state_dict import StateDict
     from nanoray.parallel.pieces import whole_shards
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.checkpoint.state.optimizers import load_optimizer_tensors, optimizer_tensors
 from nanoray.config import Config, make_config
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.pieces import whole_shards

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.checkpoint.state.optimizers import load_optimizer_tensors, optimizer_tensors
 from nanoray.config import Config, load_config
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import step_unless

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.checkpoint.state.optimizers import load_optimizer_tensors, optimizer_tensors
 from nanoray.cli.run_plan import apply_scaling
 from nanoray.config import Config, Settings, load_config, make_config
 from nanoray.models.costs import scaling_parameters

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
-from nanoray.checkpoint.state.optimizers import kind_of
+from nanoray.checkpoint.state.optimizers import kind_of, load_optimizer_tensors, optimizer_tensors
 from nanoray.config import make_config
 from nanoray.models.precision import LossScaler, weight_type
 from nanoray.parallel.pieces import whole_shards

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
+from nanoray.checkpoint.state.optimizers import optimizer_tensors
 from nanoray.checkpoint.state.part import StatePart
 from nanoray.checkpoint.state.rank_state import RankState
 from nanoray.checkpoint.state.state_dict import (

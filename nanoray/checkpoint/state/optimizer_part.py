@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from nanoray.checkpoint.state import optimizers
 from nanoray.checkpoint.state.optimizers import (
     apart,
     changed_groups,
     group_values,
     kind_of,
     load_groups,
+    load_optimizer_tensors,
     name_of,
-    tensors_of,
+    optimizer_tensors,
 )
 from nanoray.checkpoint.state.part import StatePart
 from nanoray.checkpoint.state.rank_state import RankState
 from nanoray.checkpoint.state.state_dict import StateDict, Tensors
 from nanoray.errors import CheckpointError
-from nanoray.parallel.pieces import Shard
 
 
 class OptimizerPart(StatePart):
@@ -35,7 +30,7 @@ class OptimizerPart(StatePart):
 
     def pack(self, packed: StateDict) -> None:
         state = self._state
-        tensors, kept = apart(state.optimizer, _names_of(state.shards))
+        tensors, kept = apart(state.optimizer, state.shards)
         if state.sharded and kept:
             raise CheckpointError(
                 f"{name_of(state.optimizer)} keeps more than tensors and numbers of its parameters, "
@@ -101,27 +96,3 @@ class OptimizerPart(StatePart):
         # An optimizer creates its state in the order of the gradients, which may differ.
         own = optimizer_tensors(self._state.optimizer, self._state.shards)
         tensors |= dict(sorted(own.items()))
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> Tensors:
-    """Return the optimizer's state as one flat dict with names such as `exp_avg.<parameter>`."""
-    return tensors_of(optimizer, _names_of(shards))
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-    shards: Sequence[Shard],
-    tensors: Tensors,
-    values: dict[str, Any] | None = None,
-    cut: bool = False,
-) -> None:
-    """Restore what `optimizer_tensors` returned, in copies on each parameter's device.
-
-    `values` are the JSON of `optimizers.apart`; with `cut` the tensors are flat pieces.
-    """
-    params = {shard.piece.name: shard.param for shard in shards}
-    optimizers.load(optimizer, params, tensors, values or {}, cut)
-
-
-def _names_of(shards: Sequence[Shard]) -> dict[Tensor, str]:
-    return {shard.param: shard.piece.name for shard in shards}

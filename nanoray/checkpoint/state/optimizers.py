@@ -15,12 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from nanoray.errors import CheckpointError
 from nanoray.machine.compat import STATE_HOOKS
 from nanoray.models.values import Unsupported, put_together, take_apart
+from nanoray.parallel.pieces import Shard
 
 # Python numbers, as tensors of one element
 NUMBERS: dict[str, tuple[type, torch.dtype]] = {
@@ -109,19 +110,20 @@ def _is_plain(member: Optimizer) -> bool:
 # All of an optimizer's state.
 
 
-def tensors_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: Optimizer, shards: Sequence[Shard]) -> dict[str, Tensor]:
     """Return the tensors of an optimizer's state, live, by names such as `exp_avg.<parameter>`."""
-    tensors, _ = apart(optimizer, names)
+    tensors, _ = apart(optimizer, shards)
     return tensors
 
 
 def apart(
-    optimizer: Optimizer, names: Mapping[Tensor, str]
+    optimizer: Optimizer, shards: Sequence[Shard]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return an optimizer's state as tensors, live, and as JSON by the number of the optimizer.
 
     Raises Unsupported for what a checkpoint cannot hold.
     """
+    names: dict[Tensor, str] = {shard.param: shard.piece.name for shard in shards}
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for number, member in enumerate(members_of(optimizer)):
@@ -148,11 +150,11 @@ def apart(
     return tensors, values
 
 
-def load(
+def load_optimizer_tensors(
     optimizer: Optimizer,
-    params: Mapping[str, nn.Parameter],
+    shards: Sequence[Shard],
     tensors: Mapping[str, Tensor],
-    values: Mapping[str, Any],
+    values: Mapping[str, Any] | None = None,
     cut: bool = False,
 ) -> None:
     """Restore what `apart` returned, in copies on each parameter's device.
@@ -169,7 +171,8 @@ def load(
         else:
             beside[param] = tensor
 
-    names = {p: name for name, p in params.items()}
+    names: dict[Tensor, str] = {shard.param: shard.piece.name for shard in shards}
+    params = {shard.piece.name: shard.param for shard in shards}
     for number, member in enumerate(members_of(optimizer)):
         device = torch.device("cpu")
         for group in member.param_groups:
@@ -184,7 +187,7 @@ def load(
                     placed = _placed(tensor, key, p, group, member, cut)
                     put_element(member.state[p], key, placed)
 
-        whole = put_together(values.get(str(number), {}), beside, device)
+        whole = put_together((values or {}).get(str(number), {}), beside, device)
         if "dict" in whole:
             member.load_state_dict(whole["dict"])
         for name, state in whole.get("state", {}).items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoray.checkpoint.state.optimizer_part import optimizer_tensors
+from nanoray.checkpoint.state.optimizers import optimizer_tensors
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.errors import StateDiverged
 from nanoray.machine.tensor_memory import plain_memory
