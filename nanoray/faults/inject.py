@@ -216,6 +216,20 @@ _ACTIONS: dict[str, Callable[[Fault, Path, Any], None]] = {
 KINDS = tuple(_ACTIONS)
 
 
+# The keys of a fault in a plan, and what reads their values
+_KEYS: dict[str, Callable[[str], Any]] = {
+    "rank": lambda text: DRIVER if text == "driver" else int(text),
+    "step": int,
+    "phase": str,
+    "attempt": int,
+    "seconds": float,
+    "mib": int,
+    "times": int,
+    "micro": int,
+    "bit": int,
+}
+
+
 def parse_plan(text: str) -> tuple[Fault, ...]:
     """Parse `KIND@key=value,...;...`. Raises ConfigError with the part that is invalid."""
     parts = [part.strip() for part in text.split(";")]
@@ -226,38 +240,26 @@ def _parse_fault(part: str) -> Fault:
     kind, _, rest = part.partition("@")
     try:
         texts = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
-        values: dict[str, Any] = {"kind": kind.strip(), "phase": texts.pop("phase", "forward")}
-        rank = texts.pop("rank")
-        values["rank"] = DRIVER if rank == "driver" else int(rank)
-        values["step"] = int(texts.pop("step"))
-        for key in ("attempt", "mib", "times", "micro", "bit"):
-            if key in texts:
-                values[key] = int(texts.pop(key))
-        if "seconds" in texts:
-            values["seconds"] = float(texts.pop("seconds"))
-        fault = Fault(**values)
-    except (KeyError, ValueError) as error:
+        values = {key: _KEYS[key](text) for key, text in texts.items()}
+        fault = Fault(kind.strip(), **({"phase": "forward"} | values))
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T]"
             f"[,mib=M][,times=N][,micro=M][,bit=B] ({error})"
         ) from None
 
-    # What remains in `texts` is unknown.
     places = [phase for phase in PHASES if phase not in (*LEFT, SCRIPT)] + list(POINTS)
-    if fault.kind not in KINDS or fault.phase not in places or texts:
-        message = (
+    if fault.kind not in KINDS or fault.phase not in places:
+        raise ConfigError(
             f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of "
             f"{', '.join(places)}"
         )
-        if texts:
-            message += f", and there is no key {', '.join(texts)}"
-        raise ConfigError(message)
 
     # A point has no model to spoil, and the driver has points only.
     needs_phase = fault.phase in POINTS and fault.kind in ("nan", "bitflip", "gradflip")
     if needs_phase or (fault.rank == DRIVER) != (fault.phase in DRIVER_POINTS):
         raise ConfigError(
-            f"faults = {part!r}: {fault.kind} of {rank} cannot fire at {fault.phase}; see fault_points.py"
+            f"faults = {part!r}: {fault.kind} of {texts['rank']} cannot fire at {fault.phase}; see fault_points.py"
         )
     if fault.times < 1 or not 0 <= fault.bit <= 31:
         raise ConfigError(f"faults = {part!r}: times is at least 1, bit 0 to 31 of a float32")

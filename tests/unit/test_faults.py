@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
         ("kill@rank=0", "is not KIND@rank=R,step=S"),
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),
         ("kill@rank=0,step=1,phase=lunch", "phase one of init, data, forward"),
-        ("kill@rank=0,step=1,color=red", "there is no key color"),
+        ("kill@rank=0,step=1,color=red", "[,bit=B] ('color')"),
         ("nan@rank=0,step=1,phase=meet", "nan of 0 cannot fire at meet; see fault_points.py"),
         ("kill@rank=0,step=1,phase=orders", "kill of 0 cannot fire at orders"),
         ("kill@rank=driver,step=1,phase=forward", "kill of driver cannot fire at forward"),
