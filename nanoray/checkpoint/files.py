@@ -43,12 +43,12 @@ from nanoray.checkpoint.tensorfile import (
     damage_of,
     fsync_folder,
     layout,
-    plain,
     read_file,
     tensors_in,
     write_file,
 )
 from nanoray.errors import CheckpointError
+from nanoray.machine.atomic import without_nan
 from nanoray.machine.fault_points import reached
 from nanoray.parallel.pieces import Piece
 
@@ -178,7 +178,7 @@ def _rest(state: StateDict, pieces: list[dict[str, Any]]) -> bytes:
     rest = {
         "ranks": len(state.rng),
         "scaler": state.scaler,
-        "meta": plain(state.meta, "meta"),
+        "meta": without_nan(state.meta),
         "aliases": state.aliases,
         "pieces": pieces,
     }

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -92,25 +91,6 @@ def layout(tensors: dict[str, Tensor]) -> list[Tensor]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [as_bytes(len(text).to_bytes(8, "little") + text), *parts]
-
-
-def plain(value: Any, where: str) -> Any:
-    """Return `value` as JSON data, with null for floats that are not finite.
-
-    Raises CheckpointError for other types.
-    """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    kind = type(value).__name__
-    raise CheckpointError(
-        f"{where} is a {kind}, which JSON cannot hold; use str keys; str, int, float, bool or list"
-    )
 
 
 def as_bytes(data: bytes) -> Tensor:

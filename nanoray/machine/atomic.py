@@ -34,6 +34,11 @@ def json_mapping(text: str | bytes) -> dict[str, Any]:
     return value
 
 
+def without_nan(value: Any) -> Any:
+    """Return JSON data with None for floats that are not finite, of which JSON has no word."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; {} where it is missing, or torn by a kill or a full disk."""
     with suppress(OSError, ValueError):

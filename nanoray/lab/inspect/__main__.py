@@ -26,7 +26,7 @@ from nanoray.cli import (
 from nanoray.config.load import run_folder_of
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError
-from nanoray.machine.atomic import read_json_lines, replace_text
+from nanoray.machine.atomic import read_json_lines, replace_text, without_nan
 
 
 def make_parser() -> Parser:
@@ -67,7 +67,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, flags: list[str], arguments: list[str]) -> int:
     # Imported late: --help must not wait for torch.
-    from nanoray.checkpoint.tensorfile import plain
     from nanoray.lab.inspect.one_batch import run_batch
     from nanoray.lab.inspect.target import find_target
     from nanoray.lab.inspect.text import lines
@@ -92,7 +91,7 @@ def _run(args: argparse.Namespace, flags: list[str], arguments: list[str]) -> in
 
     print("\n".join(lines(description)))
     if args.json:
-        text = json.dumps(plain(description, "dump"), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(without_nan(description), indent=1) + "\n"
         with writing(args.json, "give another path"):
             replace_text(args.json, text)
         print(args.json)
