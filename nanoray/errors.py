@@ -19,7 +19,8 @@ remedy.
     └── WorkerFailed         ranks died more often than max_failures allows              exit 1
 
 `exit_code` is what the command line tools return; `retry` says whether a restart from the newest
-checkpoint can help. `python -m nanoray.errors` prints docs/errors.md.
+checkpoint can help; `refuses` says that the message is complete: no log of a rank has more.
+`python -m nanoray.errors` prints docs/errors.md.
 """
 
 
@@ -28,18 +29,21 @@ class NanorayError(Exception):
 
     exit_code = 1
     retry = False
+    refuses = False
 
 
 class ConfigError(NanorayError):
     """The configuration is wrong, or asks for the impossible."""
 
     exit_code = 2
+    refuses = True
 
 
 class DataError(NanorayError):
     """The dataset is missing, damaged, too short, or not text."""
 
     exit_code = 2
+    refuses = True
 
 
 class DataFailed(NanorayError):
@@ -50,6 +54,7 @@ class PlacementError(NanorayError):
     """The machine or the cluster cannot hold what was asked for."""
 
     exit_code = 3
+    refuses = True
 
 
 class RendezvousError(NanorayError):
@@ -61,6 +66,8 @@ class RendezvousError(NanorayError):
 class RankDiffers(RendezvousError):
     """This rank has other code, another configuration or other versions than the other ranks."""
 
+    refuses = True
+
 
 class GroupNotFormed(RendezvousError):
     """The ranks met, but could not connect to each other."""
@@ -70,6 +77,7 @@ class CheckpointError(NanorayError):
     """A checkpoint is damaged, missing, or does not fit this model."""
 
     exit_code = 4
+    refuses = True
 
 
 class TrainingDiverged(NanorayError):

@@ -67,6 +67,7 @@ class RunSpec:
     notes: tuple[str, ...] = ()
     # Stays in the process that opened the run
     lock: TextIO | None = field(default=None, repr=False, compare=False)
+    is_new: bool = field(default=False, compare=False)  # that process has made the folder
     # key of the configuration -> who has set it (config/settings.py)
     origins: Mapping[str, str] = field(default_factory=dict)
 

@@ -84,6 +84,7 @@ def open_run(
         began = {"init_from": _recorded_init(found.run_dir)}
         settings = settings.set(began, RUN + found.run_dir.name)
 
+    is_new = folder is None
     if folder is None:
         folder = new_folder(out_dir, config.name)
     # Lock the folder before anything in it changes.
@@ -102,6 +103,7 @@ def open_run(
         0,
         tuple(notes),
         lock,
+        is_new,
         origins=settings.origins,
     )
     # The attempt first: from then on, older processes of the run cannot commit a checkpoint.

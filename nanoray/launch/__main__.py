@@ -10,13 +10,14 @@ from functools import partial
 
 from ray.util.placement_group import remove_placement_group
 
+from nanoray.checkpoint.refused_run import discard_refused, discarding_refused
 from nanoray.checkpoint.run_folder import summary_on_failure, write_summary
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH
 from nanoray.cli.opening import Opening
 from nanoray.config.variables import values_of
-from nanoray.errors import ConfigError, WorkerFailed
+from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.inject import DRIVER, Injector, parse_plan
 from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import lasting_out_dir, ray_address
@@ -117,7 +118,11 @@ def launch(
                     upload.follow(spec.folder)
                 config = spec.config
                 console = choose_console(config.max_steps, loaded.quiet)
-                with summary_on_failure(spec), closing(console):
+                with (
+                    discarding_refused(spec),
+                    summary_on_failure(spec),
+                    closing(console),
+                ):
                     Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
                     # Time in which this process is frozen is no silence of head or ranks.
                     with UnfrozenClock() as clock:
@@ -138,7 +143,11 @@ def launch(
         # Ray is gone: report what the run came to.
         summary = write_summary(spec, outcome, len(driver.faults.causes))
         if not outcome.get("ok"):
-            error = WorkerFailed(outcome["message"])
+            message = outcome["message"]
+            refused = outcome["exit_code"] in (ConfigError.exit_code, CheckpointError.exit_code)
+            if refused and discard_refused(spec):
+                message = message.removesuffix(f" Checkpoints and logs: {spec.folder}")
+            error = WorkerFailed(message)
             error.exit_code = outcome["exit_code"]
             raise error
         start = f"{words_of_python()} -m nanoray.launch"

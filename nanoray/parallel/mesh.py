@@ -477,9 +477,11 @@ def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: fl
             f"rank {verdict['absent']} of {r.world_size} was lost before the ranks had met"
         )
     if "refused" in verdict:
-        raise RendezvousError(
+        error = RendezvousError(
             f"rank {verdict['refused']} of {r.world_size} cannot take part: {verdict['why']}"
         )
+        error.refuses = True
+        raise error
     if verdict:
         kind = RankDiffers if verdict["rank"] == r.rank else RendezvousError
         raise kind(

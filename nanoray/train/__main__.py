@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import DistError
 
+from nanoray.checkpoint.refused_run import discarding_refused
 from nanoray.checkpoint.run_folder import (
     RunSpec,
     lock_run,
@@ -153,7 +154,9 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
         stop = StopSignals(ends_process=program is None or ranks > 1)
         watch_launcher(place, stop.launcher_ended)
         run = partial(run_rank, spec, rendezvous, wanted=stop.wanted, store=store)
-        return _train(run, spec, rendezvous, stop, loaded.quiet)
+        with discarding_refused(spec):
+            ended = _train(run, spec, rendezvous, stop, loaded.quiet)
+    return ended
 
 
 def _train(
@@ -248,7 +251,8 @@ def _shared_spec(opening: Opening, rendezvous: Rendezvous, store: Any, upload: U
         # torchrun has restarted the ranks. Its store outlives them, and contains their run.
         known = rendezvous.restarts and store and store.check([run_key])
         spec = RunSpec.from_dict(json.loads(store.get(run_key))) if known else None
-        if spec is not None:
+        # Refused before its first step, it has no folder any more
+        if spec is not None and spec.folder.is_dir():
             lock, *_ = lock_run(spec.folder)
             spec = replace(spec, attempt=rendezvous.restarts, notes=(), lock=lock)
             write_attempt(spec)

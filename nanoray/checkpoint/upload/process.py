@@ -106,18 +106,20 @@ class Upload:
         if self._run is None or self._watcher is None:
             return
         self._ended.set()
-        os.write(self._order, b"\n")
-        try:
-            self._watcher.join(self._timeout_s)
-        except KeyboardInterrupt:
-            say("upload   interrupted")
+        is_gone = not self._run.exists()  # the run was refused before its first step
+        if not is_gone:
+            os.write(self._order, b"\n")
+            try:
+                self._watcher.join(self._timeout_s)
+            except KeyboardInterrupt:
+                say("upload   interrupted")
         while self._watcher.is_alive():  # it may start another one meanwhile
             if self._process:
                 self._process.kill()
             self._watcher.join(0.1)
         os.close(self._order)
         os.close(self._orders)
-        if not self._is_complete:
+        if not is_gone and not self._is_complete:
             command = (
                 f"nanoray checkpoint upload {shlex.quote(str(self._run))} {shlex.quote(self._url)}"
             )
