@@ -58,6 +58,7 @@ SETTINGS: dict[str, Any] = {key: QUIET[key] for key in QUIET if key != "max_step
     "compile": False,
     "grad_compress": "none",
     "mirror": "auto",
+    "eval_every": 10**9,  # a scheduler that follows the validation loss wants it above 0
     "hash_every": 1,
     "log_every": 1,
     "timeout_s": 60.0,

@@ -37,6 +37,8 @@ class ScriptSchedule:
     def __init__(self, schedulers: Sequence[Any], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
+        self._by_step = [s for s in self._schedulers if not isinstance(s, ReduceLROnPlateau)]
+        self._by_loss = [s for s in self._schedulers if isinstance(s, ReduceLROnPlateau)]
         self._before = group_values(optimizer)
 
     @property
@@ -49,15 +51,28 @@ class ScriptSchedule:
     def has_state(self) -> bool:
         return bool(self._schedulers)
 
+    def require_losses(self, eval_every: int) -> None:
+        """Raise ConfigError for a scheduler that follows a loss which the run never computes."""
+        if self._by_loss and not eval_every:
+            raise ConfigError(
+                f"{_name(self._by_loss[0])} follows the validation loss, but the run evaluates "
+                "nothing; give fit(train_data, val_data), and eval_every above 0"
+            )
+
     def step(self, optimizers: Sequence[Optimizer]) -> None:
-        if not self._schedulers:
+        if not self._by_step:
             return
         with self._passed_on(optimizers):
             for member in members_of(self._optimizer):
                 # In a sharded mode another optimizer has stepped, and torch would warn.
                 mark_as_stepped(member)
-            for scheduler in self._schedulers:
+            for scheduler in self._by_step:
                 scheduler.step()
+
+    def see_loss(self, loss: float, optimizers: Sequence[Optimizer]) -> None:
+        with self._passed_on(optimizers):
+            for scheduler in self._by_loss:
+                scheduler.step(loss)
 
     @contextmanager
     def _passed_on(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -130,12 +145,7 @@ def schedulers_of(given: Any, optimizer: Optimizer) -> list[Any]:
 
 
 def _require_own(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raise ConfigError for a scheduler of another optimizer, and for one that follows a loss."""
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau follows a loss, and schedulers step after each step of the run; give "
-            "one of steps, or a function from the step to a factor"
-        )
+    """Raise ConfigError for a scheduler of another optimizer."""
     driven = getattr(scheduler, "optimizer", None)
     if not any(driven is member for member in members_of(optimizer)):
         raise ConfigError(
@@ -149,7 +159,7 @@ def _require_given(schedulers: Sequence[Any], member: Optimizer) -> None:
 
     It would never step, and the run would train at its first rate.
     """
-    has_one = hasattr(member.step, "_wrapped_by_lr_sched")
+    has_one = hasattr(member.step, "_wrapped_by_lr_sched")  # ReduceLROnPlateau leaves no trace
     if has_one and not any(each.optimizer is member for each in schedulers):
         raise ConfigError(
             f"a scheduler is attached to {type(member).__name__}, but RuntimeEngine does not have "

@@ -91,6 +91,8 @@ class ScriptTask:
             settings["max_steps"] = self._steps
         if self._val_data is None:
             settings["eval_every"] = 0
+        cfg = self._spec.config.model_copy(update=settings)
+        self.schedule.require_losses(cfg.eval_every)
 
         # The rates are those of the script. In the configuration they are for the record alone.
         lr = float(self._given.optimizer.param_groups[0].get("lr", 0.0))

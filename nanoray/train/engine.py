@@ -416,7 +416,7 @@ class Engine:
         # Weights on their way must not change under the message.
         self.par.settle()
         with evaluated_weights(state.optimizers):
-            return evaluate(
+            scores = evaluate(
                 self.mesh,
                 self.par,
                 state,
@@ -426,6 +426,11 @@ class Engine:
                 self.phase,
                 self.reading,
             )
+        # Nothing communicates from the loss to here, so an evaluation is done as a whole.
+        loss = scores.get(self.workload.score_names[0])
+        if state.schedule is not None and loss is not None:
+            state.schedule.see_loss(loss, state.optimizers)
+        return scores
 
     def report(self, record: dict[str, Any]) -> None:
         """Pass the newest record to the observers; all ranks keep it, in case rank 0 is lost."""

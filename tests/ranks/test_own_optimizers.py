@@ -131,11 +131,24 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         ],
         milestones=[3],
     ),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, threshold=10.0, factor=0.5
+    ),
     "two": lambda optimizer: [
         lr_scheduler.StepLR(optimizer, 2, gamma=0.7),
-        lr_scheduler.ExponentialLR(optimizer, 0.9),
+        lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
     ],
 }
+
+
+def steps_of(given: Any, loss: Any) -> None:
+    """Step schedulers as a plain loop does; with a loss, those that follow it."""
+    for scheduler in given if isinstance(given, list) else [given]:
+        follows = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        if follows and loss is not None:
+            scheduler.step(loss)
+        elif scheduler is not None and not follows and loss is None:
+            scheduler.step()
 
 
 def plain(optimizer: str, scheduler: str = "none") -> tuple[dict[int, float], dict[str, Tensor]]:
@@ -158,12 +171,13 @@ def plain(optimizer: str, scheduler: str = "none") -> tuple[dict[int, float], di
         for each in several:
             each.step()
             each.zero_grad()
-        for scheduler in given if isinstance(given, list) else [given]:
-            if scheduler is not None:
-                scheduler.step()
+        steps_of(given, None)
         if (step + 1) % 2 == 0:
             for each in several:
                 getattr(each, "eval", lambda: None)()
+            with torch.no_grad():
+                xv, yv = points(20, 2).tensors
+                steps_of(given, nn.functional.mse_loss(model(xv), yv).item())
     return rates, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -247,7 +261,7 @@ def test_an_optimizer_of_whole_parameters_does_so_with_ddp(
 
 def scheduled() -> list[Any]:
     """Every scheduler in one mode; without `full`, those whose state or steps are of a kind."""
-    cases = [("sequential", "zero1"), ("function", "ddp"), ("two", "fsdp")]
+    cases = [("sequential", "zero1"), ("plateau", "ddp"), ("two", "fsdp")]
     marked = [pytest.param(*case) for case in cases]
     for i, name in enumerate(SCHEDULERS):
         case = (name, "zero1" if i % 2 else "ddp")
@@ -359,7 +373,8 @@ def test_schedulers_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
     for text, make, more in (
         ("a scheduler is attached to SGD, but RuntimeEngine does not have it and would never step",
          partial(one_cycle, total_steps=8), {"give": False}),
-        ("ReduceLROnPlateau follows a loss", lr_scheduler.ReduceLROnPlateau, {}),
+        ("ReduceLROnPlateau follows the validation loss, but the run evaluates nothing",
+         lr_scheduler.ReduceLROnPlateau, {}),
         ("int does not belong to the optimizer that RuntimeEngine was given", lambda optimizer: 3,
          {}),
         ("StepLR does not belong to the optimizer that RuntimeEngine was given",

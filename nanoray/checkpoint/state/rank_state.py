@@ -49,6 +49,9 @@ class Schedule(Protocol):
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Set the rates of the next update in these optimizers. Nothing communicates."""
 
+    def see_loss(self, loss: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Give the validation loss to the schedulers that follow it. Nothing communicates."""
+
     def values(self) -> dict[str, Any]:
         """Return the state of the schedulers as JSON."""
 
