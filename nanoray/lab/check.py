@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from nanoray import __version__
 from nanoray.cli import Page, exit_code_of, name_program, parse_args
@@ -33,6 +35,8 @@ from nanoray.machine.text import aligned
 from nanoray.parallel.rendezvous import RankDevice, choose_backend
 
 GIB = 2**30
+RAY_PORT = 6379  # of a Ray head whose address names none
+RAY_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -137,15 +141,24 @@ def ray_state(config: Config) -> tuple[tuple[str, str], list[Problem]]:
         address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
         return ("ray", "a new local one"), []
+    # Ray searches for the cluster of `auto` itself.
+    if address == "auto" or _port_answers(address):
+        return ("ray", address), []
+    what = f"no Ray answers at {address}"
+    return ("ray", address), [Problem(what, "start it, or use --ray_address local", fatal=True)]
 
-    from nanoray.launch.connection import dial  # it imports Ray
 
+def _port_answers(address: str) -> bool:
+    # Without a scheme, urlsplit takes the host for a path unless two slashes precede it.
+    if "://" not in address:
+        address = f"//{address}"
     try:
-        dial(address)
-    except OSError:
-        what = f"no Ray answers at {address}"
-        return ("ray", address), [Problem(what, "start it, or use --ray_address local", fatal=True)]
-    return ("ray", address), []
+        parts = urlsplit(address)
+        target = (parts.hostname or "", parts.port or RAY_PORT)
+        socket.create_connection(target, timeout=RAY_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def gpu_problems(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +51,7 @@ from nanoray.train.loop_arm import QUIET
 from nanoray.train.optim.modes import set_mode
 
 CPU = torch.device("cpu")
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 # What a script's run does otherwise here. Of the script's own keys those of batch, optimizer and
 # schedule stay: max_steps, too, because the rates depend on it.
 SETTINGS: dict[str, Any] = {key: QUIET[key] for key in QUIET if key != "max_steps"} | {
@@ -281,7 +284,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def attributes_of(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of each attribute of a module that no checkpoint has.
 
-    Only plain values, and tensors without a graph: others are of one step.
+    Only plain values, tensors without a graph (others are of one step) and generators.
     """
     modules = {name or type(model).__name__: module for name, module in model.named_modules()}
     if isinstance(loss_fn, nn.Module):
@@ -295,8 +298,21 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, Any]]:
                 continue
             if isinstance(value, Tensor) and value.grad_fn is None and has_plain_memory(value):
                 yield f"{name}.{key}", bytes_of(value.detach()).numpy().tobytes()
+            elif isinstance(value, GENERATORS):
+                yield f"{name}.{key} (a generator)", state_of(value)
             elif isinstance(value, (bool, int, float, complex, str)):
                 yield f"{name}.{key}", repr(value)
+
+
+def state_of(generator: Any) -> str:
+    """Return the state of a random generator, as far as one draw changes it."""
+    if isinstance(generator, torch.Generator):
+        return repr(generator.get_state().tolist())
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state())  # not all of a long array, but the place in it
 
 
 def loss_is_no_mean(task: ScriptTask, model: nn.Module, data: ScriptData, micro: int) -> bool:

@@ -48,7 +48,8 @@ TOLERANCE = 2e-5  # of fp32, relative to the largest number of a tensor
 ROUNDING = 10  # times as far as rounding alone moves a tensor: no rounding
 CHANGES = (
     "changes in each step, and no checkpoint has it: after a resume, and on a rank that is replaced, "
-    "it begins anew; keep it in a buffer (register_buffer)"
+    "it begins anew; keep it in a buffer (register_buffer), and draw random numbers from the default "
+    "generators, which nanoray seeds for each micro batch"
 )
 NO_MEAN = (
     'the loss of two samples is not the mean of their own, as with reduction="sum", or where it '

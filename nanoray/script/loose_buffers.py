@@ -7,9 +7,9 @@
     undo      a step that broke, is not finite, or is done again: back to the copy
 
 torch's DDP also lets rank 0's buffers hold for all, before each forward. Nothing but these messages
-depends on the values of others, so a step that is repeated changes a counter once. A buffer that a
-forward registers is refused if a checkpoint would keep it. Extra states, and buffers that no checkpoint
-keeps, are not sent: each rank has its own. Rank 0's extra states are saved.
+depends on the values of others, so a step that is repeated changes a counter once. Extra states are
+not sent: as in torch, each rank has its own, and rank 0's are saved. A buffer that a forward registers
+is refused if a checkpoint would keep it, and else not sent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ NONE = "none"  # a buffer that is not there
 Forms = dict[str, str]  # by the name of a buffer: its shape and type, in words
 
 
-def _loose(model: nn.Module, persistent: bool | None = None) -> dict[str, Tensor]:
-    """Return the buffers that no other step hook keeps equal; `persistent`: see buffers_of."""
+def _loose(model: nn.Module, persistent: bool) -> dict[str, Tensor]:
+    """Return the buffers, those that state_dict contains or the others, that no other step hook keeps
+    equal on all ranks.
+    """
     loose = {}
     for name, buffer in buffers_of(model, persistent).items():
         if not isinstance(buffer.module, BatchNorm):
@@ -48,9 +50,10 @@ class LooseBuffers(StepHook):
         self._model = model
         self._mesh = mesh
         self._kept = _forms_of(_loose(model, persistent=True))
+        self._passing = _forms_of(_loose(model, persistent=False))
         # Whether a forward may change what an undone step must bring back. A model may have none.
         has_states = any(has_extra_state(module) for module in model.modules())
-        self._changes = has_states or bool(_loose(model))
+        self._changes = bool(self._kept or self._passing) or has_states
         self._before: Undisturbed | None = None  # set from a step's begin to its end
         # Those of the present step that ranks share, and rank 0's bytes of them
         self._shared: list[Tensor] = []
@@ -65,14 +68,22 @@ class LooseBuffers(StepHook):
     def add_up(self) -> None:
         """Receive the buffers of rank 0. (all ranks) Raises ConfigError where a shape has changed."""
         kept = _loose(self._model, persistent=True)
-        self._require_same(_forms_of(kept))
-        if self._mesh.world_size == 1 or not kept:
+        self._require_kept(_forms_of(kept))
+        if self._mesh.world_size == 1 or not (self._kept or self._passing):
             return
-        self._shared = [*kept.values()]
-        self._received = torch.cat([bytes_of(tensor) for tensor in self._shared])
-        self._mesh.broadcast_tensor(self._received, 0)
+        passing = {}
+        if self._passing:
+            now = _loose(self._model, persistent=False)
+            # A buffer that a forward has registered is each rank's own.
+            passing = {name: now[name] for name in self._passing if name in now}
+            self._require_same_passing(_forms_of(passing))
 
-    def _require_same(self, now: Forms) -> None:
+        self._shared = [*kept.values(), *passing.values()]
+        if self._shared:
+            self._received = torch.cat([bytes_of(tensor) for tensor in self._shared])
+            self._mesh.broadcast_tensor(self._received, 0)
+
+    def _require_kept(self, now: Forms) -> None:
         """Raise ConfigError if a forward has registered or changed what a checkpoint keeps."""
         # A resume makes the model anew, and ranks exchange messages of one size.
         for name in sorted(now.keys() | self._kept.keys()):
@@ -82,6 +93,23 @@ class LooseBuffers(StepHook):
                     f"{now.get(name, NONE)}; register it before RuntimeEngine is made, with the shape that "
                     "it keeps, or with persistent=False if no checkpoint needs it"
                 )
+
+    def _require_same_passing(self, now: Forms) -> None:
+        """Raise ConfigError, on all ranks, where a buffer has another shape on another rank.
+
+        Buffers that no checkpoint keeps, such as a table for the longest text so far, may grow. But
+        rank 0's are those of all. (all ranks)
+        """
+        own = {name: now.get(name, NONE) for name in self._passing}
+        first, *others = self._mesh.all_gather(own)
+        for rank, forms in enumerate(others, start=1):
+            for name, form in forms.items():
+                if form != first[name]:
+                    raise ConfigError(
+                        f"after a forward rank {rank} has the buffer {name} as {form}, and rank 0 as "
+                        f"{first[name]}; rank 0's are those of all ranks, so give buffers a shape "
+                        "that does not depend on the samples"
+                    )
 
     @torch.no_grad()
     def commit(self, left_out: Tensor | None = None) -> None:

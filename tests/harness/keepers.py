@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,17 +175,24 @@ class Late(nn.Module):
 
 
 class Passing(nn.Module):
-    """Buffers that no checkpoint keeps: a constant, and one whose shape follows from the samples."""
+    """A mean of the samples so far that no checkpoint keeps, and that acts on the output.
 
-    def __init__(self) -> None:
+    `grows`: a buffer whose shape follows from the samples.
+    """
+
+    def __init__(self, grows: bool = False) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 1)
-        self.register_buffer("shift", torch.randn(3), persistent=False)
-        self.register_buffer("newest", torch.zeros(1), persistent=False)
+        self.grows = grows
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("largest", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.newest = x.detach()[x[:, 0] > 0]
-        return self.inner(x - self.shift)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            if self.grows:
+                self.largest = x.detach()[x[:, 0] > 0]
+        return self.inner(x - self.mean)
 
 
 def normed() -> nn.Module:
@@ -209,5 +217,6 @@ KEEPERS: dict[str, Make] = {
     "growing": Growing,
     "late": Late,
     "passing": Passing,
+    "passing and growing": partial(Passing, grows=True),
     "normed": normed,
 }

@@ -36,6 +36,7 @@ class Net(nn.Module):
             self.norm = nn.Sequential(*layers)
         self.calls = 0
         self.seen = None
+        self.generator = random.Random(0)
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x):
@@ -44,6 +45,8 @@ class Net(nn.Module):
         if kind == "counter":
             self.calls += 1
             hidden = hidden * (1 + 0.1 * self.calls)
+        if kind == "generator":
+            hidden = hidden * self.generator.random()
         if kind == "raises":
             raise ValueError("this model is unhappy")
         if kind == "norm":

@@ -273,20 +273,25 @@ def test_a_buffer_of_a_model_that_had_none_is_refused_in_its_first_step(
 
 def fit_passing(run: Run, folder: Path) -> None:
     model, optimizer = make("passing")
-    model.shift += run.rank  # rank 0's hold for all
     RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(), points())
-    torch.save((model.shift, model.newest), folder / f"{run.rank}.pt")
+    torch.save(model.mean, folder / f"{run.rank}.pt")
 
 
-def test_buffers_that_no_checkpoint_keeps_begin_as_rank_0s_and_are_each_ranks_own(
+def test_buffers_that_no_checkpoint_keeps_are_rank_0s_too(
     tmp_path: Path, two: LastingRanks
 ) -> None:
+    """As in torch's DDP."""
     program = Program(partial(fit_passing, folder=tmp_path), frozenset())
     for outcome in two.train(a_spec(tmp_path), program):
         assert "error" not in outcome, outcome
-    (first, own), (second, other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first.abs().sum() > 0
     assert torch.equal(first, second)
-    assert not torch.equal(own, other)
+
+    program = Program(partial(fit, kind="passing and growing"), frozenset())
+    for outcome in two.train(a_spec(tmp_path), program):
+        assert outcome.get("error") == "ConfigError", outcome
+        assert "rank 1 has the buffer largest as" in outcome["message"]
 
 
 def with_counter(run: Run, size: int) -> None:

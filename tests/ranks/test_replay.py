@@ -186,8 +186,7 @@ def test_a_flipped_bit_is_found_by_a_re_enactment(
 ) -> None:
     out = said(capsys, bisect.main([str(flipped.folder)]), 1)
     assert "step     5 is the first that differs; equal up to step 4" in out
-    assert "state of rank 2: " in out
-    assert "state of rank 1: " not in out
+    assert "rank     2 of " in out
     assert f"{PLACE} of rank 2 is not that of the other ranks of " in out
 
 

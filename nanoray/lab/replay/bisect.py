@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
@@ -141,20 +142,57 @@ def _report(
         )
         print(f"step     {at[0].step} is the first that differs; equal up to step {equal}")
         hashes = [d for d in at if d.what.startswith("hash of ")]
-        for difference in at:
-            if difference not in hashes:
-                print(f"           {format_difference(difference)}")
+        print("\n".join(f"           {format_difference(d)}" for d in at if d not in hashes))
         if hashes:
             names = ", ".join(d.what.removeprefix("hash of ") for d in hashes[:SHOWN])
             count = compared(a, b, at[0].step)[1]
             print(f"           hashes of {len(hashes)} of {count} tensors: {names}")
+        print(f"rank     {_rank(a, b, at)}")
     if apart:
         print(
-            f"         checkpoint of step {step}: {len(apart)} of {count} tensors differ, in the "
-            "order of the model"
+            f"         checkpoint of step {step}: {len(apart)} of {count} tensors differ, the "
+            "furthest apart first"
         )
         print("\n".join(f"           {line}" for line in apart[:SHOWN]))
     return 1
+
+
+def _rank(a: RecordedRun, b: RecordedRun, at: list[Difference]) -> str:
+    """Name the rank of the first difference."""
+    step = at[0].step
+
+    # The loss of a rank before any sum points at it most clearly.
+    losses = [d.rank for d in at if d.what.startswith("own loss")]
+    if losses:
+        ranks = len(a.state_hashes.states[step]["losses"])
+        if len(losses) < ranks:
+            return f"{_list(losses)}: its own loss alone differs"
+        if ranks == 1:
+            return "0"
+        return (
+            "all: every rank's own loss differs, so their weights or data did so before this step"
+        )
+
+    # Next a rank whose state is not one of the other run's.
+    digests = [{*run.state_hashes.states.get(step, {}).get("ranks", ())} for run in (a, b)]
+    for run, others in ((a, digests[1]), (b, digests[0])):
+        own = run.state_hashes.states.get(step, {}).get("ranks", [])
+        strays = [rank for rank, digest in enumerate(own) if digest not in others]
+        if 0 < len(strays) < len(own):
+            return f"{_list(strays)} of {run.folder.name}: its state alone is not that of the other run"
+
+    # Last a rank whose replica differs within its own run.
+    apart = [d.rank for d in at if d.tensor]
+    if apart:
+        ranks = max(len(run.state_hashes.states[step].get("ranks", ())) for run in (a, b))
+        if 2 * len(apart) < ranks:
+            return f"{_list(apart)}: its state is not that of the run's other ranks"
+        return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"
+    return "unknown: neither losses nor hashes of single ranks are there for this step; train with --hash_every 1"
+
+
+def _list(ranks: Sequence[int | None]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ class Difference(NamedTuple):
     what: str
     ours: Any
     theirs: Any
-    # The tensor in which a rank disagrees with the other ranks of its run, and that rank
-    tensor: str = ""
-    rank: int | None = None
+    rank: int | None = None  # the only rank that it is about
+    tensor: str = ""  # in which that rank disagrees with the other ranks of its run
 
 
 @dataclass
@@ -127,7 +126,8 @@ def differences(ours: RecordedRun, theirs: RecordedRun, steps: range) -> Iterato
         for name, value in ours.values(step).items():
             # As text: a loss that is not a number equals itself.
             if name in others and repr(value) != repr(others[name]):
-                yield Difference(step, name, value, others[name])
+                rank = int(name.rpartition(" ")[2]) if name.startswith("own loss") else None
+                yield Difference(step, name, value, others[name], rank)
 
         # Ranks whose replica differs within one of the runs only.
         for run, other in ((ours, theirs), (theirs, ours)):
@@ -135,15 +135,7 @@ def differences(ours: RecordedRun, theirs: RecordedRun, steps: range) -> Iterato
             known = other.state_hashes.states.get(step, {}).get("differ", {})
             for rank, tensor in strays.items():
                 if rank not in known:
-                    yield Difference(step, "replicas", run.folder.name, "", tensor, int(rank))
-
-        # Ranks whose state alone differs: with shards no tensor's hash says which rank it is.
-        digests = [run.state_hashes.states.get(step, {}).get("ranks", ()) for run in (ours, theirs)]
-        pairs = [*enumerate(zip(*digests, strict=False))]
-        apart = [(rank, x, y) for rank, (x, y) in pairs if x != y]
-        if len(apart) < len(pairs):
-            for rank, x, y in apart:
-                yield Difference(step, f"state of rank {rank}", x, y)
+                    yield Difference(step, "replicas", run.folder.name, "", int(rank), tensor)
 
         # Tensors after the update.
         hashes = theirs.tensors(step)
@@ -169,8 +161,8 @@ def compared(ours: RecordedRun, theirs: RecordedRun, step: int) -> tuple[int, in
 def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
     """Compare two checkpoints bit by bit.
 
-    Returns a line for each tensor that differs, and the number of tensors that both have. Raises
-    CheckpointError when one of them is damaged.
+    Returns a line for each tensor that differs, the furthest apart first, and the number of tensors
+    that both have. Raises CheckpointError when one of them is damaged.
     """
     # Loading verifies the checksums, so damage is reported and not taken for a difference.
     a = load(ours)
@@ -185,8 +177,16 @@ def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
             count += 1
             # Bits, not values: NaN differs from itself, and -0.0 equals 0.0.
             if not torch.equal(bits_of(x), bits_of(y)):
-                apart.append(_apart(name, x, y))
-    return apart, count
+                apart.append((_distance(x, y), _apart(name, x, y)))
+    apart.sort(key=lambda pair: -pair[0])
+    return [line for _, line in apart], count
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    """Return the relative distance of two tensors; infinite for values that are not finite."""
+    # In double precision, so that the difference of close numbers does not vanish.
+    far = torch.nan_to_num((x.double() - y.double()).norm(), nan=torch.inf, posinf=torch.inf).item()
+    return float(far / (min(x.double().norm().item(), y.double().norm().item()) + 1e-30))
 
 
 def _apart(name: str, x: Tensor, y: Tensor) -> str:
