@@ -39,17 +39,6 @@ def require_module(model: Any) -> None:
             )
 
 
-def require_stateless(loss_fn: Any) -> None:
-    """Raise ConfigError for a loss with tensors of its own, which nothing would train or save."""
-    # The weights of torch's own losses are constant.
-    is_torchs = type(loss_fn).__module__ == nn.MSELoss.__module__
-    if isinstance(loss_fn, nn.Module) and not is_torchs and loss_fn.state_dict():
-        raise ConfigError(
-            f"the loss {type(loss_fn).__name__} has {min(loss_fn.state_dict())} of its own, which would "
-            "be neither trained nor saved; let the model's forward return the loss, and give no loss_fn"
-        )
-
-
 def require_sharable(model: nn.Module, config: Config, ranks: int) -> None:
     """Raise ConfigError for a model that `ranks` ranks cannot share as the configuration says."""
     norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchNormBase)}

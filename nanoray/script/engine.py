@@ -32,13 +32,9 @@ from nanoray.machine.output import lasting_output
 from nanoray.models.batch_norm import adopt_norms
 from nanoray.parallel.mesh import abandon_groups
 from nanoray.parallel.rendezvous import Rendezvous
+from nanoray.script.call import WithLoss, is_part_of_model
 from nanoray.script.callbacks import Callback, observers_of
-from nanoray.script.checks import (
-    require_module,
-    require_sharable,
-    require_stateless,
-    require_storable,
-)
+from nanoray.script.checks import require_module, require_sharable, require_storable
 from nanoray.script.optimizer import (
     optimizer_of,
     require_all_parameters,
@@ -68,7 +64,8 @@ class RuntimeEngine:
     """the script's optimizer, or its list of them"""
 
     loss_fn: LossFn | None
-    """the function of the model's output and the targets; None: the model returns the loss"""
+    """the function of the model's output and the targets; None: the model returns the loss. A
+    module with tensors of its own is trained and saved with the model"""
 
     callbacks: Sequence[Callback]
     """the script's callbacks, which are called on rank 0"""
@@ -103,18 +100,23 @@ class RuntimeEngine:
             self._run = None
             self._loaded = loaded_of(run)
         require_module(model)
-        require_stateless(loss_fn)
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.callbacks = [*callbacks]  # an iterator would yield them once
+        # A loss with tensors of its own is trained and saved with the model.
+        self._trained = model
+        self._loss_fn = loss_fn
+        if isinstance(loss_fn, nn.Module) and is_part_of_model(loss_fn):
+            self._trained = WithLoss(model, loss_fn)
+            self._loss_fn = None
         self._one = optimizer_of(optimizer)
-        self._updated = require_all_parameters(self.model, self._one)
+        self._updated = require_all_parameters(self._trained, self._one)
         self._schedule = ScriptSchedule(schedulers_of(scheduler, self._one), self._one)
         self._elementwise = elementwise
         self._is_cut = False  # whether a fit has left the optimizer's state to its shards
         # torch's batch norms would let running statistics drift apart.
-        adopt_norms(self.model)
+        adopt_norms(self._trained)
 
     @property
     def run(self) -> Run:
@@ -160,13 +162,20 @@ class RuntimeEngine:
         return self._fit(run, train_data, val_data, own_steps)
 
     def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
-        given = Given(self.model, self._one, self.loss_fn, self._updated, run, self._schedule)
+        given = Given(
+            self._trained,
+            self._one,
+            self._loss_fn,
+            self._updated,
+            run,
+            self._schedule,
+        )
 
         def task_of(spec: RunSpec) -> ScriptTask:
             return ScriptTask(given, spec, train_data, val_data, steps)
 
-        require_sharable(self.model, run.config, run.world_size)
-        require_storable(self.model, run.config.sharded)
+        require_sharable(self._trained, run.config, run.world_size)
+        require_storable(self._trained, run.config.sharded)
         if run.config.sharded:
             require_elementwise(self._one, run.config.dp_mode, self._elementwise)
             require_no_hooks(self._one, run.config.dp_mode)
@@ -176,7 +185,7 @@ class RuntimeEngine:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
         run.leave_loop()  # from here on the engine counts the steps, and keeps the files
-        observers = [*run.observers, *observers_of(self.callbacks, run, self.model)]
+        observers = [*run.observers, *observers_of(self.callbacks, run, self._trained)]
 
         # The script may read run.rank later, so it follows each new rendezvous.
         def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:
@@ -193,7 +202,7 @@ class RuntimeEngine:
             run.store,
             again,
             task_of=task_of,
-            tensors=tensors_in_order(self.model),
+            tensors=tensors_in_order(self._trained),
         )
         return run.outcome
 

@@ -26,7 +26,7 @@ from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.pieces import Shard
 from nanoray.parallel.script_hooks import ScriptHooks
 from nanoray.script.absent_gradients import AbsentGradients, FrozenParameters
-from nanoray.script.call import loss_of
+from nanoray.script.call import WithLoss, loss_of
 from nanoray.script.data.batch import CountedTargets
 from nanoray.script.data.source import ORDER, STREAM, ScriptData, batch_size_of
 from nanoray.script.data.stream import Stream
@@ -314,10 +314,14 @@ class ScriptTask:
 
 def script_of(given: Given) -> dict[str, Any]:
     """Return the names of a script's model and loss, and the rate of its first parameters."""
-    model: Any = getattr(given.model, "_orig_mod", given.model)  # within torch.compile
+    model: Any = given.model
+    loss_fn: Any = given.loss_fn
+    if isinstance(model, WithLoss):
+        model, loss_fn = model.model, model.loss_fn
+    model = getattr(model, "_orig_mod", model)  # within torch.compile
     loss = "the model's own"
-    if given.loss_fn is not None:
-        loss = getattr(given.loss_fn, "__qualname__", type(given.loss_fn).__qualname__)
+    if loss_fn is not None:
+        loss = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
     lr = given.optimizer.param_groups[0].get("lr", 0.0)
     return {"model": type(model).__qualname__, "loss": loss, "lr": float(lr)}
 

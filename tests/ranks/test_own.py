@@ -267,12 +267,6 @@ def of_half_a_model(run: Run) -> None:
     RuntimeEngine(model, torch.optim.SGD(model[0].parameters(), lr=0.1), run)
 
 
-def of_a_loss_with_weights(run: Run) -> None:
-    model, loss_fn = network(), nn.Sequential(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()], lr=0.1)
-    RuntimeEngine(model, optimizer, run, loss_fn)
-
-
 @pytest.mark.parametrize(
     ("main", "text"),
     [
@@ -286,10 +280,6 @@ def of_a_loss_with_weights(run: Run) -> None:
             of_half_a_model,
             "ConfigError: the optimizer does not update 2.weight; give it all parameters, or set "
             "requir",
-        ),
-        (
-            of_a_loss_with_weights,
-            "ConfigError: the loss Sequential has 0.bias of its own, which would be neither trained",
         ),
     ],
 )
