@@ -58,7 +58,7 @@ COMMANDS = {
     "inspect": CommandLine(
         "look at a run",
         "nanoray.lab.inspect.__main__",
-        "show a model: tree, owners, FLOPs; --verify runs one batch",
+        "show a model: its modules, FLOPs, memory; --verify runs one batch",
     ),
     "replay": CommandLine(
         "look at a run",

@@ -34,7 +34,7 @@ from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.lab.check_script import CheckJob
 from nanoray.lab.script_file import NotLaunched, run_until_launch
 from nanoray.machine.compat import tree_leaves, tree_map
-from nanoray.machine.script_errors import one_line
+from nanoray.machine.script_errors import shown
 from nanoray.machine.tensor_memory import bytes_of, has_plain_memory
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.dropout import derive_seed, seed_generators
@@ -100,7 +100,7 @@ def run_script(job: CheckJob) -> dict[str, Any]:
         try:
             result.update(train(job, main, config))
         except BaseException as error:
-            result.update(fault_of(error, job.script))
+            result.update(fault_of(error))
 
     # Callbacks only observe, and a tracker would report runs that are none.
     engine: Any = RuntimeEngine
@@ -110,11 +110,11 @@ def run_script(job: CheckJob) -> dict[str, Any]:
     except NotLaunched as error:
         return {"unusable": str(error)}
     except BaseException as error:
-        return fault_of(error, job.script)
+        return fault_of(error)
     return result
 
 
-def fault_of(error: BaseException, script: str) -> dict[str, Any]:
+def fault_of(error: BaseException) -> dict[str, Any]:
     """Return what has ended a script: a refusal of nanoray, or an error and its place."""
     traceback.print_exception(error)
     cause = error.__cause__
@@ -124,14 +124,7 @@ def fault_of(error: BaseException, script: str) -> dict[str, Any]:
             is_refusal = isinstance(error, (ConfigError, DataError))
             return {"fault": text, "kind": "refused" if is_refusal else "lost"}
         error = cause  # the script's own
-
-    # The innermost line of the script, or of a file beside it
-    folder = Path(script).resolve().parent
-    place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if Path(frame.filename).resolve().parent == folder:
-            place = f" ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
-    return {"fault": f"{one_line(error)}{place}", "kind": "failed"}
+    return {"fault": shown(error), "kind": "failed"}
 
 
 def train(job: CheckJob, main: Callable[..., Any], given: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,6 @@ __all__ = [
     "TorchDispatchMode",
     "abort_process_groups",
     "all_gather_single",
-    "autograd_sequence",
     "collectives_of",
     "compiled_for_one_size",
     "current_node",
@@ -55,7 +54,6 @@ __all__ = [
     "gradient_hooks",
     "mark_as_stepped",
     "new_groups_meet_in",
-    "node_sequence",
     "operator_of",
     "process_groups",
     "restart_group_names",
@@ -237,19 +235,9 @@ def operator_of(overload: Any) -> Any:
     return overload._overloadpacket
 
 
-def autograd_sequence() -> int:
-    """Return the number that autograd gives to the next node that this thread makes."""
-    return torch._C._autograd._get_sequence_nr()
-
-
 def current_node() -> Any:
     """Return autograd's node that runs now in this thread, or None outside of a backward."""
     return torch._C._current_autograd_node()
-
-
-def node_sequence(node: Any) -> int:
-    """Return the number that a node of autograd got when it was made."""
-    return cast(int, node._sequence_nr())
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -22,7 +22,6 @@ from nanoray.lab.replay import bisect
 from nanoray.lab.replay.__main__ import main as replay
 from nanoray.lab.replay.again import QUIETLY, reenact
 from nanoray.lab.replay.recorded import read_recorded, tensors_apart
-from nanoray.parallel.rendezvous import open_store
 from tests.harness.commands import Command, start_process, wait_for
 from tests.harness.ranks import make_spec, run_ranks
 
@@ -147,29 +146,6 @@ def test_sigterm_leaves_no_rank_and_no_folder(pair: RunSpec, tmp_path: Path) -> 
         assert command.wait(60) == 143, command.output
         assert not any(rank.exists() for rank in ranks)
         assert not [*tmp_path.iterdir()]
-
-
-def test_a_rank_ends_with_the_command_that_started_it(text: Path, tmp_path: Path) -> None:
-    """SIGKILL lets the command do nothing, but its end of the pipe is closed."""
-    config = make_spec(text, tmp_path, max_steps=10**6, log_every=1).config
-    (tmp_path / "config.json").write_text(config.to_json())
-    store = open_store("127.0.0.1", 1, 30.0)
-    (variables,) = local_ranks.variables_of_ranks(store, 1)
-    command = [sys.executable, "-m", "nanoray.lab.replay.rank"]
-    command += ["--config", str(tmp_path / "config.json")]
-    with (tmp_path / "output").open("w") as output:
-        rank = start_process(
-            command,
-            env=os.environ | variables,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    with rank:
-        wait_for(lambda: [*tmp_path.glob("**/metrics.jsonl")] != [])
-        assert rank.poll() is None
-        rank.stdin.close()
-        assert rank.wait(60) == 1
 
 
 def test_the_rank_that_ended_first_is_named(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nanoray.bench.peak_memory import moments_of
 from nanoray.cli.forecast.job import AssumedDevice, assume_device
@@ -25,12 +26,15 @@ from nanoray.cli.forecast.rank_memory import (
     rank_memory,
     rank_sizes,
 )
-from nanoray.config import Batch, make_config
-from nanoray.config.layout import Coords, Layout
-from nanoray.lab.inspect.owners import rank_model
+from nanoray.config import Batch, Config, make_config
+from nanoray.config.layout import Layout
+from nanoray.models.build import build_model
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import weight_type
+from nanoray.parallel.axis import Axis
+from nanoray.parallel.mesh import Mesh
+from nanoray.parallel.plan import cut
 
 SHAPE = ModelShape(n_layer=4, n_head=4, n_embd=64, block_size=32, bias=False, vocab_size=128)
 
@@ -138,6 +142,21 @@ def test_what_a_dry_run_assumes_of_devices() -> None:
     )
 
 
+def rank_model(config: Config, stage: int) -> nn.Module:
+    """Return the model of the first rank of a stage on the meta device, as a run cuts it."""
+
+    def axis(name: str, index: int = 0) -> Axis:
+        size = getattr(config, name)
+        mesh = Mesh(index, size, 0, torch.device("meta"), "none", "no other rank")
+        return Axis(name, tuple(range(size)), index, None, mesh)
+
+    axes = {"tp": axis("tp"), "cp": axis("cp"), "pp": axis("pp", stage), "ep": axis("ep")}
+    with torch.device("meta"):
+        model = build_model(config, 256).to(weight_type(config.precision))
+        cut(model, axes, config, mirror=0)
+    return model
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -156,7 +175,7 @@ def test_formulas_count_the_parameters_of_a_model_that_is_cut(settings: dict[str
     shape = ModelShape.of(config, 256)
     layout = Layout.of(config, 8)
     for stage in range(layout.pp):
-        model = rank_model(config, 256, weight_type(config.precision), Coords(pp=stage))
+        model = rank_model(config, stage)
         counted = RankSizes.of(config, model)
         formula = rank_sizes(config, shape, layout, stage)
         if layout.ep == 1:

@@ -150,8 +150,6 @@ from nanoray.cli.forecast.dry_run import dry_run_lines
 from nanoray.cli.forecast.job import job_of
 from nanoray.cli.forecast.layouts import candidates, refusal
 from nanoray.cli.run_plan import forecast_at
-from nanoray.lab.inspect.target import _described
-from nanoray.lab.inspect.tree import dump
 from nanoray.launch.recovery.shares import no_replica
 from nanoray.config.layout import DIVISIONS, Layout
 
@@ -170,7 +168,6 @@ def refused(**values):
     except ConfigError as error:
         return str(error)
 
-description = dump(_described("", config, data, 8))
 print(json.dumps({
     "sizes": layout.sizes(),
     "name": str(layout),
@@ -183,8 +180,6 @@ print(json.dumps({
     "candidates": [str(one) for one in candidates(sharded, 8, 2)],
     "refused_by_search": refusal(sharded, Layout(dp=4, xp=2, replicas=2)),
     "refused": refused(xp=2, replicas=2, dp_mode="zero1"),
-    "inspect": description["layout"],
-    "owner": description["tensors"][0]["owner"],
     "recovery": no_replica(config, [0, 1, 2]),
     "check": OF_THE_RUN,
     "preset": greeting.config.n_layer,
@@ -257,13 +252,6 @@ def test_it_is_in_the_search(answers: dict[str, Any]) -> None:
 def test_it_is_refused_by_the_table(answers: dict[str, Any]) -> None:
     reason = "xp = 2 with replicas = 2: they do not greet; drop xp"
     assert answers["refused"] == answers["refused_by_search"] == reason
-
-
-def test_it_is_in_an_inspection(answers: dict[str, Any]) -> None:
-    assert answers["inspect"]["xp"] == 2
-    assert answers["owner"] == (
-        "tp: 1/2 along dim 0 of 128×32; xp: whole on each; dp ddp: whole on each"
-    )
 
 
 def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:

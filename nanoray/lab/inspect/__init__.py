@@ -1,1 +1,1 @@
-"""A model as a table: its tree, costs and owners, and one batch of it: `nanoray inspect TARGET`."""
+"""A model as a table: its modules, their costs, and one batch of it: `nanoray inspect TARGET`."""

@@ -3,7 +3,7 @@
 TARGET is the folder of a run, or of several (the newest of them), a checkpoint, a YAML file, the
 name of a preset, or a script with its own model. Without one it is the newest run in runs. Flags of
 `nanoray train --help all` change the configuration:
-`nanoray inspect gpt2-124m --tp 2 --world_size 8`. Words after -- are a script's own. Exit code 1:
+`nanoray inspect gpt2-124m --micro_batch_size 4`. Words after -- are a script's own. Exit code 1:
 --verify found a loss or a gradient that is not finite, or a parameter without a gradient.
 """
 
@@ -24,8 +24,6 @@ from nanoray.cli import (
     writing,
 )
 from nanoray.config.load import run_folder_of
-from nanoray.config.mesh import AXES
-from nanoray.errors import ConfigError
 from nanoray.machine.atomic import read_json_lines, replace_text, without_nan
 
 
@@ -44,16 +42,7 @@ def make_parser() -> Parser:
         action="store_true",
         help="run one batch on this CPU: weights, gradients and activations of each module",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all of it, with every rank's pieces"
-    )
-    parser.add_argument(
-        "--world_size",
-        type=int,
-        metavar="N",
-        help="ranks to lay out [the run's; else workers, or "
-        f"{'*'.join(axis.key for axis in AXES)}]",
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it")
     return parser
 
 
@@ -73,15 +62,9 @@ def _run(args: argparse.Namespace, flags: list[str], arguments: list[str]) -> in
     from nanoray.lab.inspect.tree import dump
     from nanoray.observe.watch.dangers import FILE
 
-    if args.world_size is not None and args.world_size < 1:
-        raise ConfigError(
-            f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay "
-            "out"
-        )
-
     # What is known without computing anything, then what the run's folder and --verify add.
     target = _choose_target(args.target)
-    inspected = find_target(target, flags, args.world_size, args.verify, arguments)
+    inspected = find_target(target, flags, args.verify, arguments)
     description = dump(inspected)
     run = run_folder_of(target) if Path(target).expanduser().is_dir() else None
     if run:

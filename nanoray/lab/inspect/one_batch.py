@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.cli.forecast.probe import WatchedPass
+from nanoray.cli.forecast.probe import WatchedForward
 from nanoray.data.images import ImageData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import TokenData
@@ -75,7 +75,7 @@ def _real_batch(target: InspectTarget) -> tuple[Any, Any]:
         data = ImageData(dataset, config.seed, cpu)
     else:
         data = TokenData(dataset, config.block_size, config.seed, cpu)
-    return data.train_batch(0, target.batch.micro)
+    return data.train_batch(0, target.micro)
 
 
 def measure(
@@ -83,16 +83,13 @@ def measure(
 ) -> dict[str, Any]:
     """Run forward and backward of `model`, and measure each module."""
     # In the mode in which it trains: a script may have set modules of its model to eval mode.
-    watched = WatchedPass(model)
-    with _outputs(model) as outputs:
-        with autocast("cpu", target.config.precision):
-            loss = watched.forward(lambda: target.loss(model, x, y), (x, y))
-        watched.backward(loss)
+    watched = WatchedForward(model)
+    with _outputs(model) as outputs, autocast("cpu", target.config.precision):
+        loss = watched.run(lambda: target.loss(model, x, y))
+    loss.backward()
 
-    # Fake tensors may have failed; then the tree is that of this batch.
-    if description["loss_reads"] is None:
-        description["modules"] = modules_of(target, watched)
-        description["loss_reads"] = watched.loss_reads
+    # Fake tensors may have failed, or have hidden what depends on values; this batch has all of it.
+    description["modules"] = modules_of(model, watched)
 
     rows = []
     for name, module in model.named_modules():

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +18,18 @@ from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli import parse_args
 from nanoray.cli.forecast.probe import Loss
 from nanoray.cli.run_plan import known_dataset
-from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
+from nanoray.config import Config, did_you_mean, preset_names, resolve_batch
 from nanoray.config.choose import choose_attention, choose_precision
-from nanoray.config.layout import DIVISIONS, Coords, Layout
+from nanoray.config.layout import Layout
 from nanoray.config.settings import FLAG
 from nanoray.data.dataset import DatasetInfo, script_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.lab.inspect.owners import rank_model
 from nanoray.lab.script_file import run_until_launch
 from nanoray.machine.atomic import read_json
 from nanoray.machine.host import cpu_features
-from nanoray.models.build import ScriptShape, shape_of
-from nanoray.models.gpt import ModelShape
+from nanoray.models.build import build_model
 from nanoray.models.precision import weight_type
-from nanoray.models.resnet import ResNetShape
 from nanoray.script.program import call_until_fit
 from nanoray.script.settings import DEFAULTS, loaded_of
 from nanoray.script.task import ScriptTask
@@ -58,17 +53,15 @@ class InspectTarget:
     """A model with all that is known of it. `example` is one micro batch: its shapes count, and of
     a script its values.
 
-    `model` is whole and takes no memory, but for a script's own, which is the real one.
+    `model` takes no memory, but for a script's own, which is the real one.
     """
 
     title: str
     config: Config  # with the precision and the kernels that it is computed with
     why: str  # that precision
     dataset: DatasetInfo
-    layout: Layout
-    batch: Batch
+    micro: int  # samples of a micro batch
     model: nn.Module
-    shape: ModelShape | ResNetShape | ScriptShape
     example: tuple[Any, Any]
     loss: Loss = lambda model, x, y: model(x, y)
     optimizer: torch.optim.Optimizer | None = None  # of a script
@@ -81,38 +74,23 @@ class InspectTarget:
         """Whether the model is the real one of a script."""
         return self.optimizer is not None
 
-    def at(self, place: Coords) -> nn.Module:
-        """Return the model on the meta device as the rank at `place` has it before data parallelism
-        shares it.
-        """
-        if isinstance(self.shape, ScriptShape):
-            return deepcopy(self.model).to("meta")
-        return rank_model(
-            self.config, self.dataset.vocab_size, weight_type(self.config.precision), place
-        )
-
 
 def find_target(
-    target: str,
-    flags: list[str],
-    world_size: int | None,
-    ready: bool = False,
-    arguments: Sequence[str] = (),
+    target: str, flags: list[str], ready: bool = False, arguments: Sequence[str] = ()
 ) -> InspectTarget:
     """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
 
-    `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that
-    can be read here. `arguments`: of a script.
+    `ready`: with data that can be read here. `arguments`: of a script.
     """
     path = Path(target).expanduser()
     script = path.suffix == ".py" and path.is_file()
     _refuse_ignored(flags)
     if script:
-        return _of_script(path, arguments, flags, world_size)
+        return _of_script(path, arguments, flags)
     what = "Dump a model"
     if path.is_dir():
         config = parse_args(["--resume", str(path), *flags], PROG, what).config
-        return _of_run(path, config, world_size)
+        return _of_run(path, config)
     if path.is_file():
         config = parse_args(["--config", str(path), *flags], PROG, what).config
     else:
@@ -127,9 +105,8 @@ def find_target(
             "model = own has no model without its script; give the script: nanoray inspect "
             "SCRIPT.py"
         )
-    return _described(
-        target, config, prepare(config) if ready else known_dataset(config), world_size
-    )
+    dataset = prepare(config) if ready else known_dataset(config)
+    return _described(target, config, dataset)
 
 
 def _refuse_ignored(flags: list[str]) -> None:
@@ -143,7 +120,7 @@ def _refuse_ignored(flags: list[str]) -> None:
             )
 
 
-def _of_run(path: Path, config: Config, world_size: int | None) -> InspectTarget:
+def _of_run(path: Path, config: Config) -> InspectTarget:
     """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's
     configuration.
     """
@@ -159,11 +136,11 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> InspectTarget
         if not (path / "config.json").is_file():
             raise
         notes.append(f"without weights: {error}")
-    saved: dict[str, Any] = {}
+    ranks = None
     if found:
         notes += found.notes
         saved = found.state.meta
-        world_size = world_size or saved["world_size"]
+        ranks = saved["world_size"]
         decided = saved.get("config") or {}
         # `auto` was decided on the machine of the run, which may differ from this one.
         update = {
@@ -175,7 +152,7 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> InspectTarget
         dataset = DatasetInfo.from_dict(saved["dataset"])
     else:
         dataset = _dataset_of_run(path) or known_dataset(config)
-    made = _described(path.resolve().name, config, dataset, world_size)
+    made = _described(path.resolve().name, config, dataset, ranks)
     state = found.state if found else None
     checkpoint = found.path if found else None
     return replace(made, state=state, checkpoint=checkpoint, notes=[*notes, *made.notes])
@@ -188,9 +165,9 @@ def _dataset_of_run(path: Path) -> DatasetInfo | None:
 
 
 def _described(
-    title: str, config: Config, dataset: DatasetInfo, world_size: int | None
+    title: str, config: Config, dataset: DatasetInfo, ranks: int | None = None
 ) -> InspectTarget:
-    """Return a model of nanoray's own, on the meta device."""
+    """Return a model of nanoray's own, on the meta device. `ranks`: those that have trained it."""
     wanted, features = config.precision, cpu_features()
     why = "asked for"
     if wanted == "auto":
@@ -200,15 +177,11 @@ def _described(
         config = config.model_copy(
             update={"attention": choose_attention(config, "cpu", config.precision, features)}
         )
-    ranks = world_size or _workers_of(config)
-    layout = Layout.of(config, ranks)
-    batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
-    # The model is whole, whatever the layout; `InspectTarget.at` cuts it for one rank.
-    uncut = dict.fromkeys(DIVISIONS, 1)
-    whole = config.model_copy(update={**uncut, "sequence_parallel": False})
-    model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords())
-    example = example_of(config, batch.micro)
-    return InspectTarget(title, config, why, dataset, layout, batch, model, shape, example)
+    layout = Layout.of(config, ranks or _workers_of(config))
+    micro = resolve_batch(config, layout.dp).micro
+    with torch.device("meta"):
+        model = build_model(config, dataset.vocab_size).to(weight_type(config.precision))
+    return InspectTarget(title, config, why, dataset, micro, model, example_of(config, micro))
 
 
 def _workers_of(config: Config) -> int:
@@ -230,9 +203,7 @@ def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.clone()
 
 
-def _of_script(
-    path: Path, arguments: Sequence[str], flags: list[str], world_size: int | None
-) -> InspectTarget:
+def _of_script(path: Path, arguments: Sequence[str], flags: list[str]) -> InspectTarget:
     """Run a script up to its `fit`, and take its model, optimizer, loss and first micro batch."""
     flagged = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
     if flagged.config.model != "own":
@@ -245,29 +216,24 @@ def _of_script(
         loaded = loaded_of(given)
         over = {key: getattr(flagged.config, key) for key in flagged.given}
         config = loaded.set(over, FLAG).config
-        ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
-        take = partial(take_target, ranks)
-        call_until_fit(main, config, loaded.given | flagged.given, ranks, take)
+        ranks = config.workers if isinstance(config.workers, int) else 1
+        call_until_fit(main, config, loaded.given | flagged.given, ranks, take_target)
 
-    def take_target(ranks: int, task: ScriptTask) -> None:
+    def take_target(task: ScriptTask) -> None:
         decided, batch, example = task.example()
         precision = "fp32" if decided.precision == "auto" else decided.precision
-        decided = decided.model_copy(update={"precision": precision})
-        layout, model = Layout.of(decided, ranks), task.model()
-        optimizer = task.optimizer(model, None)
+        model = task.model()
         found.append(
             InspectTarget(
                 path.name,
-                decided,
+                decided.model_copy(update={"precision": precision}),
                 "of the script",
                 script_data(),
-                layout,
-                batch,
+                batch.micro,
                 model,
-                ScriptShape(),
                 example,
                 task.mean_loss,
-                optimizer,
+                task.optimizer(model, None),
             )
         )
 

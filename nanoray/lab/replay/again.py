@@ -159,9 +159,10 @@ def _train(config: Config, group: dict[str, Any], source: Path | None, folder: P
     config_json = config.model_copy(update=shared).to_json()
     (folder / "config.json").write_text(config_json, encoding="utf-8")
 
-    # The ranks meet as under torchrun, in a store of this process.
+    # The ranks meet as under torchrun, in a store of this process, and stop without it as they do
+    # there (train/launcher_watch.py).
     store = open_store(LOOPBACK, ranks, config.init_timeout_s)
-    command = [sys.executable, "-m", "nanoray.lab.replay.rank"]
+    command = [sys.executable, "-m", "nanoray.train"]
     command += ["--config", str(folder / "config.json")]
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -170,7 +171,7 @@ def _train(config: Config, group: dict[str, Any], source: Path | None, folder: P
                 process = local_ranks.start_process(
                     command,
                     env=os.environ | variables,
-                    stdin=subprocess.PIPE,  # closed when this process ends, however it does
+                    stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
                 )
@@ -181,8 +182,6 @@ def _train(config: Config, group: dict[str, Any], source: Path | None, folder: P
             process.kill()
         for process in started:
             process.wait()
-            assert process.stdin
-            process.stdin.close()
     if failed is not None:
         code = started[failed].returncode
         said = (folder / f"rank{failed}.txt").read_text(encoding="utf-8").strip().splitlines()

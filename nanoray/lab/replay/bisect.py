@@ -1,4 +1,4 @@
-"""`nanoray replay bisect A [B]`: find the first step, rank and tensor in which two runs differ.
+"""`nanoray replay bisect A [B]`: find the first step in which two runs differ, its ranks and tensors.
 
 Differences of configuration and machine are listed first. Then the first step whose records or
 hashes differ, and the checkpoints of both runs: which tensors, and how many of their elements.

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torch import nn
-
 from nanoray.cli.forecast.parallelisms.record import (
     Parallelism,
     Sender,
     Talk,
     Tried,
-    axis_of,
     divisors,
 )
-from nanoray.config import Config
-from nanoray.config.layout import Coords, Layout
-from nanoray.parallel import ep
+from nanoray.config.layout import Layout
 
 
 def talks(sender: Sender) -> list[Talk]:
@@ -44,14 +39,9 @@ def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
         yield replace(layout, ep=size)
 
 
-def _cut(model: nn.Module, config: Config, place: Coords) -> None:
-    ep.cut(model, axis_of("ep", config.ep, place.ep))
-
-
 EXPERTS = Parallelism(
     key="ep",
     in_pass=True,
     talks=talks,
     tries=_tries,
-    cut=_cut,
 )

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from torch import nn
-
 from nanoray.cli.forecast.parallelisms.record import Parallelism, Sender, Talk, every_size
-from nanoray.config import Config
-from nanoray.config.layout import Coords
-from nanoray.parallel.pp import split
 
 
 def talks(sender: Sender) -> list[Talk]:
@@ -35,21 +28,9 @@ def talks(sender: Sender) -> list[Talk]:
     return sent
 
 
-def _cut(model: nn.Module, config: Config, place: Coords) -> None:
-    split(model, place.pp, config.pp, config.chunks)
-
-
-def _holders(stages: Collection[int]) -> str:
-    """Name the stages that have a parameter: of a tied embedding these are two."""
-    noun = "stages" if len(stages) > 1 else "stage"
-    return f"{noun} {' and '.join(map(str, sorted(stages)))}"
-
-
 PIPELINE = Parallelism(
     key="pp",
     in_pass=True,
     talks=talks,
     tries=every_size("pp"),
-    cut=_cut,
-    holders=_holders,
 )

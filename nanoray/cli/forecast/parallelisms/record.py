@@ -5,28 +5,21 @@
     tries      the sizes that a search tries
     hides      the compute beside which some of its messages travel
     keeps      activations beside those of models/costs.py
-    cut        how it cuts a whole model for one rank
-    holders    who has a parameter, for an inspection
 
 A record says only what differs from a way that sends nothing and keeps nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-from torch import nn
-
 from nanoray.cli.forecast.job import Job
 from nanoray.config import Batch, Config
-from nanoray.config.layout import Coords, Layout
+from nanoray.config.layout import Layout
 from nanoray.models.gpt import ModelShape
 from nanoray.models.weights import layers_of
-from nanoray.parallel.axis import Axis
-from nanoray.parallel.mesh import Mesh
 
 
 class Sender(NamedTuple):
@@ -123,10 +116,6 @@ class Parallelism:
     keeps: Callable[[Config, ModelShape, Batch, str], Mapping[str, int]] = (
         lambda config, shape, batch, precision: {}
     )
-    # In place, on the meta device, for the rank at these coordinates
-    cut: Callable[[nn.Module, Config, Coords], object] | None = None
-    # From the places along the axis that have a parameter to words; None: by how it is cut
-    holders: Callable[[Collection[int]], str] | None = None
 
 
 def divisors(n: int) -> list[int]:
@@ -135,9 +124,3 @@ def divisors(n: int) -> list[int]:
     low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
     high = [n // k for k in low]
     return sorted({*low, *high})
-
-
-def axis_of(name: str, size: int, index: int) -> Axis:
-    """Return an axis without a process group: the other ranks do not exist."""
-    mesh = Mesh(index, size, 0, torch.device("meta"), "none", "dry run")
-    return Axis(name, tuple(range(size)), index, None, mesh)

@@ -1,7 +1,6 @@
 """The ways to share the work. To add one: docs/adding-a-parallelism.md.
 
-Dry run, prediction, search and inspection loop over this list. Those that cut a model come in the
-order in which a run cuts it (parallel/plan.py).
+Dry run, prediction and search loop over this list.
 """
 
 from __future__ import annotations

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from nanoray.cli.forecast.parallelisms.record import (
     Parallelism,
     Sender,
     Talk,
-    axis_of,
     every_size,
 )
-from nanoray.config import Config
-from nanoray.config.layout import Coords
 from nanoray.models.weights import layers_of
-from nanoray.parallel import tp
 
 
 def talks(sender: Sender) -> list[Talk]:
@@ -114,14 +108,9 @@ def _partial_rows(sender: Sender) -> int:
     return rows
 
 
-def _cut(model: nn.Module, config: Config, place: Coords) -> None:
-    tp.cut(model, axis_of("tp", config.tp, place.tp))
-
-
 TENSOR = Parallelism(
     key="tp",
     in_pass=True,
     talks=talks,
     tries=every_size("tp"),
-    cut=_cut,
 )
