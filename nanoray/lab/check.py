@@ -1,7 +1,6 @@
 """Check that this machine is ready to train, and show what would run where. Starts nothing.
 
-`nanoray check SCRIPT.py` is another check, of a script: check_script.py. `nanoray check mig` shows
-the MIG slices of a GPU: mig.py.
+`nanoray check SCRIPT.py` is another check, of a script: check_script.py.
 
 Exit codes: 0, training works, perhaps with problems that are not fatal; 1, it does not; 2, the flags
 are wrong.
@@ -21,7 +20,6 @@ from urllib.parse import urlsplit
 
 from nanoray import __version__
 from nanoray.cli import Page, exit_code_of, name_program, parse_args
-from nanoray.cli import mig as mig_command
 from nanoray.config import Config
 from nanoray.config.choose import precision_of
 from nanoray.config.layout import Layout
@@ -244,8 +242,6 @@ OF_THE_RUN = (
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["mig"]:
-        return mig_command.main(arguments[1:])
     if arguments and arguments[0].endswith(".py"):
         from nanoray.lab.check_script import main as check_script  # it imports torch
 
@@ -260,10 +256,6 @@ def _run(argv: list[str]) -> int:
             ("{prog}", "this machine, and the default recipe"),
             ("{prog} --preset gpt2-124m --workers 8 --tp 2", "another one, on eight ranks"),
             ("{prog} train.py", "does this script train as with plain torch? (train.py --help)"),
-            (
-                "{prog} mig plan|show",
-                "the MIG slices that a card supports, and those of this machine",
-            ),
         ),
         (("of a run, for which it checks", OF_THE_RUN),),
         more="The other flags of a run count, too: --help all prints them.",
