@@ -50,7 +50,7 @@ def to_markdown() -> str:
         "resume  other settings than RUN: workers is 4 there and 2 here (2 CPUs)",
         "```",
     ]
-    for group in build_parser("nanoray launch", "")._action_groups:
+    for group in build_parser("nanoray launch")._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]
         if not actions:
             continue
