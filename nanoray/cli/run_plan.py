@@ -182,6 +182,11 @@ def forecast_at(loaded: Loaded, scale: Scale) -> list[str]:
             "world_size describes ranks by formulas, but model = own has none; use --workers "
             f"{scale.world_size}"
         )
+    if scale.memory_gb and loaded.config.model == "resnet":
+        raise ConfigError(
+            f"memory_gb = {scale.memory_gb:g} would be ignored: the memory of a gpt has formulas, and "
+            "that of a resnet has none; drop --memory_gb"
+        )
     topology = complete_topology(scale.topology) if scale.topology else None
 
     # The same rules as for a run.

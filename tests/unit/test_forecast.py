@@ -109,10 +109,18 @@ def test_without_a_topology_it_is_the_dry_run_of_as_many_workers() -> None:
     layout = Layout.of(config, 4096)
     same = dry_run_lines(config, [], layout, known_dataset(config), "ranks that need not exist")
     assert found[: len(same)] == same
-    # A model without formulas for its layers has a memory, too.
-    assert "classes 10" in line(
-        lines("--dry_run", "--world_size", "4", "--model", "resnet"), "data"
-    )
+    # A model without formulas for its layers has no memory.
+    resnet = lines("--dry_run", "--world_size", "4", "--model", "resnet")
+    assert [text.split()[0] for text in resnet[:5]] == [
+        "mesh",
+        "placement",
+        "data",
+        "batch",
+        "model",
+    ]
+    assert "classes 10" in line(resnet, "data")
+    with pytest.raises(ConfigError, match="memory_gb = 8 would be ignored: .*; drop --memory_gb"):
+        lines("--dry_run", "--world_size", "4", "--model", "resnet", "--memory_gb", "8")
 
 
 @pytest.mark.parametrize("module", ["nanoray.launch.__main__", "nanoray.train.__main__"])
