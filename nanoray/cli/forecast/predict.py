@@ -49,7 +49,7 @@ from nanoray.cli.forecast.rank_memory import memory_of
 from nanoray.cli.forecast.traffic import talks_of
 from nanoray.config.layout import Layout
 from nanoray.config.mesh import SHARDS_STATE
-from nanoray.models.costs import used_by_token
+from nanoray.models.costs import flops_per_token
 from nanoray.models.weights import layers_of, weights_of
 from nanoray.parallel.schedules import waited
 
@@ -134,22 +134,14 @@ class Prediction:
 def flops_of(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
     """Return the FLOPs of forward and of backward for one token on a stage, of all its tp ranks.
 
-    Backward includes what it computes again. Without experts and stages the two add up to
-    nanoray.models.costs.flops_per_token.
+    Backward takes twice as many as forward, and what it computes again.
     """
     shape = job.shape
-    width = shape.n_embd
-
-    # Two FLOPs for each weight of a layer that a token meets.
-    tensors = weights_of(replace(shape, n_layer=1))
-    met = sum(used_by_token(shape, tensor) for tensor in tensors if tensor.layer is not None)
-    attention = 4 * width * shape.block_size
-    layers = layers_of(shape.n_layer, layout.pp, stage) * (2 * met + attention)
-
-    head = 0
-    if stage == layout.pp - 1:
-        head = 2 * (shape.padded_vocab * width + width * (1 + shape.bias))
-
+    forward = flops_per_token(shape) / 3
+    head = 2 * (shape.padded_vocab * shape.n_embd + shape.n_embd * (1 + shape.bias))
+    layers = (forward - head) * layers_of(shape.n_layer, layout.pp, stage) / shape.n_layer
+    if stage < layout.pp - 1:
+        head = 0
     again = layers if job.config.activation_checkpointing == "block" else 0
     return layers + head, 2 * (layers + head) + again
 
