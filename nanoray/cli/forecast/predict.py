@@ -30,7 +30,7 @@ not hidden behind compute; gradients do not travel while a pass waits for a mess
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from nanoray.cli.forecast.job import Job
