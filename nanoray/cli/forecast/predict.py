@@ -205,10 +205,10 @@ class StageStep:
     def exposed_s(self, talk: Talk) -> float:
         """Return the seconds that compute waits for one message: all of them, if nothing hides it."""
         own_s = self.seconds(talk)
+        if not own_s or talk.when not in self.hidden_s:
+            return own_s
         # Messages of one kind travel in the same time.
         together_s = sum(self.seconds(other) for other in self.talks if other.when == talk.when)
-        if talk.when not in self.hidden_s or not together_s:
-            return own_s
         return own_s * max(0.0, 1 - self.hidden_s[talk.when] / together_s)
 
     def waits_s(self) -> dict[str, float]:
