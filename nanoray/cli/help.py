@@ -67,7 +67,7 @@ Train on Ray: one actor per GPU, MIG slice or CPU share.
   {prog} --workers 2
       Shakespeare on two ranks of this machine
   {prog} --preset gpt2-124m --dry_run --world_size 8
-      what eight ranks would do: groups, bytes and memory, without them
+      what eight ranks would do: layout, batch and memory, without them
   {prog} --resume auto --ray_address HOST:PORT
       go on with the newest run, on a cluster
 """
