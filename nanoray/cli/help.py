@@ -44,9 +44,9 @@ results
   --track NAME             report to a tracker: wandb, mlflow
   --dry_run                print what would run and where, start nothing
 
-{{prog}} --help all, --help GROUP, --help FLAG: every flag, those of a group
-({", ".join(GROUPS)}), or one.
-docs/flags.md has them, too, with what does not go together.
+{{prog}} --help all, --help GROUP, --help FLAG
+prints every flag, those of a group ({", ".join(GROUPS)}),
+or one. docs/flags.md has them, too, with what does not go together.
 """
 TRAIN = """usage: {prog} [flags]
 

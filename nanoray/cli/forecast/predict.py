@@ -111,7 +111,7 @@ class Speed:
         return cls(flops, flops)
 
     def stretch(self, wanted: float) -> float:
-        """Return how much longer work takes that wants so many cores: 1 where there are enough."""
+        """Return how much longer work takes that wants `wanted` cores: 1 where there are enough."""
         return max(1.0, wanted / self.cores)
 
 
