@@ -45,8 +45,9 @@ results
   --dry_run                print what would run and where, start nothing
 
 {{prog}} --help all, --help GROUP, --help FLAG
-prints every flag, those of a group ({", ".join(GROUPS)}),
-or one. docs/flags.md has them, too, with what does not go together.
+prints every flag, one, or those of a group:
+{", ".join(GROUPS)}.
+docs/flags.md has them, too, with what does not go together.
 """
 TRAIN = """usage: {prog} [flags]
 
