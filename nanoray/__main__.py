@@ -11,6 +11,7 @@ import sys
 from nanoray import __version__
 from nanoray.cli import exit_code_of, name_program
 from nanoray.cli.catalog import COMMANDS as COMMANDS
+from nanoray.cli.catalog import RENAMED
 from nanoray.cli.help import PAGES, asked_for, format_help
 from nanoray.errors import ConfigError
 
@@ -46,6 +47,9 @@ def answer(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(versions())
         return 0
+
+    if words[0] in RENAMED:
+        raise ConfigError(f"`nanoray {words[0]}` is `nanoray {RENAMED[words[0]]}` now")
 
     hint = f"known: {', '.join(COMMANDS)}"
     similar = difflib.get_close_matches(words[0], COMMANDS, n=1)

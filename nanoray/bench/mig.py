@@ -8,7 +8,7 @@
 Every arm times training steps of a preset's GPT under DDP, copies in the device's memory, and an
 all-reduce. Without slices each arm says why it is not run, and a stand-in runs: ranks that share
 one plain GPU, or the CPU. That shows what sharing costs, and nothing about the isolation of MIG.
-`nanoray check` shows the slices that are there.
+`nanoray check mig` plans slices, shows those that are there, and prints the commands that make them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
 from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.harness.trainings import SEE_FAILED
-from nanoray.bench.mig_cards import CARDS, peak_text, peaks, smallest_profiles
+from nanoray.cli.mig import CARDS, peak_text, peaks, plan
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.machine.device import Device
@@ -79,7 +79,7 @@ def matrix(
     The slices of one arm lie on one card. The series of slices takes the profile of which one card
     has the most.
     """
-    single, double = smallest_profiles(card)
+    single, double = (part.slice.profile for part in plan(card)[:2])
     slices = [d for d in found if d.kind == "mig" and d.name.startswith(f"{card} MIG ")]
 
     # One slice of the smallest profile, and one of the profile with twice its bandwidth
@@ -411,7 +411,7 @@ def _compare(report: Report) -> None:
     """Add the ratios that the experiments are for, with what they would ideally be."""
     series = _series(report)
     card = report.conditions["card"]
-    single, double = (f"1 × {profile}" for profile in smallest_profiles(card))
+    single, double = (f"1 × {p.slice.profile}" for p in plan(card)[:2])
     pairs = []
     for row in series[1:]:
         note = f"{ideal(row)} if sharing costs nothing, and one rank leaves nothing idle"

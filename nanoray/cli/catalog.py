@@ -1,4 +1,4 @@
-"""The commands of `nanoray`, by name."""
+"""The commands of `nanoray`, by name, and the names that were commands once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ COMMANDS = {
     "check": CommandLine(
         "machines and clusters",
         "nanoray.lab.check",
-        "check this machine, or a script",
+        "check this machine, a script, or the MIG slices of a GPU",
     ),
     "kube": CommandLine(
         "machines and clusters",
@@ -76,4 +76,15 @@ COMMANDS = {
         "train on Kubernetes: render, submit, status, logs, stop, fetch",
     ),
     "bench": CommandLine("machines and clusters", "nanoray.bench.__main__", "run a benchmark"),
+}
+
+# Names that were commands once -> what does the same now
+RENAMED = {
+    "timeline": "report timeline",
+    "ledger": "report ledger",
+    "compare": "report compare",
+    "bisect": "replay bisect",
+    "weights": "checkpoint import",
+    "upload": "checkpoint upload",
+    "mig": "check mig",
 }

@@ -1,6 +1,7 @@
 """Check that this machine is ready to train, and show what would run where. Starts nothing.
 
-`nanoray check SCRIPT.py` is another check, of a script: check_script.py.
+`nanoray check SCRIPT.py` is another check, of a script: check_script.py. `nanoray check mig` shows
+the MIG slices of a GPU: mig.py.
 
 Exit codes: 0, training works, perhaps with problems that are not fatal; 1, it does not; 2, the flags
 are wrong.
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 
 from nanoray import __version__
 from nanoray.cli import exit_code_of, name_program, parse_args
+from nanoray.cli import mig as mig_command
 from nanoray.config import Config
 from nanoray.config.choose import precision_of
 from nanoray.config.layout import Layout
@@ -237,12 +239,16 @@ Is this machine ready, and what would run where? The flags are those of a run.
       another one, on eight ranks
   {prog} train.py
       does this script train as with plain torch? (train.py --help)
+  {prog} mig plan|show
+      the MIG slices that a card supports, and those of this machine
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["mig"]:
+        return mig_command.main(arguments[1:])
     if arguments and arguments[0].endswith(".py"):
         from nanoray.lab.check_script import main as check_script  # it imports torch
 

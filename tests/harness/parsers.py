@@ -21,6 +21,7 @@ RUNS = ("train", "launch", "check")
 PARTS = {
     "report": ("compare", "ledger", "timeline"),
     "replay": ("bisect",),
+    "check": ("mig plan", "mig show"),
 }
 TAKE_FLAGS_OF_RUNS = ("inspect", "kube render", "kube submit", "tune")
 

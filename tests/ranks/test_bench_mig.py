@@ -1,4 +1,4 @@
-"""bench mig: peaks of slices against NVIDIA's figures, the matrix on made-up cards, rows against closed
+"""bench mig: plans against NVIDIA's figures, the matrix on made-up cards, rows against closed
 forms, real stand-ins.
 """
 
@@ -39,52 +39,69 @@ def by_name(arms: list[mig.Experiment]) -> dict[str, mig.Experiment]:
     return {arm.name: arm for arm in arms}
 
 
-# The peaks
+# The plan
 
 
 @pytest.mark.parametrize(
-    ("card", "names", "tflops", "gbps"),
+    ("card", "names", "tflops", "gbps", "sms"),
     [
         (
             H200,  # 989.4 TFLOP/s, 4800 GB/s
             "1g.18gb 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb",
             (141.34, 141.34, 282.69, 424.03, 565.37, 989.4),
             (600, 1200, 1200, 2400, 2400, 4800),
+            (None,) * 6,
         ),
         (
             "NVIDIA H100 80GB HBM3",  # 989.4 TFLOP/s, 3350 GB/s
             "1g.10gb 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
             (119.93, 194.88, 239.85, 449.73, 479.71, 989.4),  # of 132 SMs
             (418.75, 837.5, 837.5, 1675, 1675, 3350),
+            (16, 26, 32, 60, 64, 132),
         ),
         (
             "NVIDIA A100-SXM4-40GB",  # 312 TFLOP/s, 1555 GB/s; here 1g.10gb is two eighths
             "1g.5gb 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb",
             (40.444, 40.444, 80.889, 121.33, 161.78, 283.11),  # of 108 SMs
             (194.375, 388.75, 388.75, 777.5, 777.5, 1555),
+            (14, 14, 28, 42, 56, 98),
         ),
         (
             "NVIDIA A100-SXM4-80GB",  # 312 TFLOP/s, 2039 GB/s; here 1g.10gb is one
             "1g.10gb 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
             (40.444, 40.444, 80.889, 121.33, 161.78, 283.11),
             (254.875, 509.75, 509.75, 1019.5, 1019.5, 2039),
+            (14, 14, 28, 42, 56, 98),
         ),
     ],
 )
-def test_peaks_of_slices_against_data_sheets(
-    card: str, names: str, tflops: tuple, gbps: tuple
+def test_plan_against_data_sheets(
+    card: str, names: str, tflops: tuple, gbps: tuple, sms: tuple
 ) -> None:
-    slices = [
-        {"uuid": f"MIG-{name}", "name": f"{card} MIG {name}", "mib": 10_000, "slices": 1}
-        for name in names.split()
-    ]
-    gpu = {"uuid": "GPU-1", "name": card, "mib": mig.CARDS[card] << 10, "capability": (9, 0)}
-    whole, *parts = found(gpu | {"mig": 1, "slices": slices})
-    assert [part.profile for part in parts] == names.split()
-    assert mig.smallest_profiles(card) == tuple(names.split()[:2])
-    assert [mig.peaks(part)["peak_tflops"] for part in parts] == pytest.approx(tflops, rel=1e-4)
-    assert [mig.peaks(part)["peak_gbps"] for part in parts] == pytest.approx(gbps)
-    assert mig.peaks(whole)["peak_tflops"] == pytest.approx(989.4 if "H" in card else 312)
+    profiles = mig.plan(card)
+    assert [p.slice.profile for p in profiles] == names.split()
+    assert [p.fit for p in profiles] == [7, 4, 3, 2, 1, 1]
+    assert [mig.peaks(p.slice)["peak_tflops"] for p in profiles] == pytest.approx(tflops, rel=1e-4)
+    assert [mig.peaks(p.slice)["peak_gbps"] for p in profiles] == pytest.approx(gbps)
+    assert tuple(p.sms for p in profiles) == sms
+
+
+@pytest.mark.parametrize("card", mig.CARDS)
+def test_a_slice_that_nvml_reports_is_the_planned_one(card: str) -> None:
+    for part, fit, _ in mig.plan(card):
+        raw = {"uuid": "MIG-1", "name": part.name, "mib": part.memory_bytes >> 20, "slices": 1}
+        gpu = {
+            "uuid": "GPU-1",
+            "name": card,
+            "mib": mig.CARDS[card] << 10,
+            "capability": (9, 0),
+            "mig": 1,
+        }
+        real = found(gpu | {"slices": [raw]})[1]
+        assert (real.profile, real.name) == (part.profile, part.name)
+        assert mig.peaks(real) == mig.peaks(part)
+        assert fit * part.compute_fraction <= 1
+        assert fit * part.bandwidth_fraction <= 1
 
 
 # The matrix
