@@ -36,7 +36,6 @@ from nanoray.bench.predicted import (
     speed_of,
 )
 from nanoray.bench.step_parts import COLLECTIVES, COMPUTE, PARTS, fastest_turns, one_micro_batch
-from nanoray.cli.forecast.links import LANES
 from nanoray.config import Config, load_config
 from nanoray.config.layout import Layout
 from nanoray.machine.host import available_cpus
@@ -164,7 +163,7 @@ class Here:
 
     def predict(self, config: Config, layout: Layout, mode: str) -> float:
         """Return the seconds of a step."""
-        network = FittedLinks(self.links, self.cpu, LANES["gloo"])
+        network = FittedLinks(self.links, self.cpu)
         own = config.model_copy(update={"dp_mode": mode, "tp": layout.tp})
         speed = speed_of(config, self.compute[1], MICRO, cut=self.compute[2])
         speed = replace(speed, cores=available_cpus() / layout.world_size)

@@ -21,8 +21,9 @@ from nanoray.bench.fit import Fit
 from nanoray.bench.harness.figure import dots, with_values
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.cli.forecast.job import Job
-from nanoray.cli.forecast.links import Cost, all_reduce, coefficients, placed, seen_by
+from nanoray.cli.forecast.links import all_reduce, placed, seen_by
 from nanoray.cli.forecast.predict import (
+    Cost,
     Network,
     OnTopology,
     Prediction,
@@ -123,25 +124,16 @@ class FittedLinks:
 
     links: Mapping[str, Fit]
     cpu: Mapping[str, Fit]  # their CPU seconds, where they take any
-    lanes: int
 
     def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
         """Return the cost of a collective, and the cores that it keeps busy."""
         ranks = layout.size_of(axis)
         if ranks == 1:
-            return Cost(0.0, 0.0, 0.0)
-        link = self.links[op]
+            return Cost(0.0)
+        seconds = self.links[op].seconds(ranks, round(nbytes))
         cpu = self.cpu.get(op)
-        messages, moved = coefficients("backend", ranks, round(nbytes))
-        latency_s = messages * link.alpha_s
-        transfer_s = moved * link.beta_s_per_byte
         busy_s = cpu.seconds(ranks, round(nbytes)) if cpu else 0.0
-        seconds = latency_s + transfer_s
-        return Cost(latency_s, transfer_s, busy_s / seconds if seconds else 0.0)
-
-    def one_link(self, layout: Layout, axis: str, other: str) -> bool:
-        """Whether two axes share a link: all of them use this machine's memory."""
-        return True
+        return Cost(seconds, busy_s / seconds if seconds else 0.0)
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,7 @@ class OneAlgorithm(OnTopology):
             return super().cost(layout, axis, op, nbytes)
         place = placed(layout, axis, self.topology.ranks_per_node)
         own = seen_by(self.topology, place)
-        return all_reduce(own, self.algorithm, place.ranks, round(nbytes))
+        return Cost(all_reduce(own, self.algorithm, place.ranks, round(nbytes)))
 
 
 def predict_step(

@@ -58,7 +58,6 @@ from nanoray.bench.step_parts import (
     seconds_of,
 )
 from nanoray.cli.forecast.links import (
-    LANES,
     MODELS,
     Link,
     Topology,
@@ -322,7 +321,6 @@ class MachineSteps:
     config: Config
     cores: float = math.inf  # of all ranks together; no limit on GPUs
     threads: int = 1
-    lanes: int = 1
     device: str = "cpu"  # its kind
     # By sequences of a rank, one per round
     compute: dict[int, list[Record]] = field(default_factory=lambda: defaultdict(list))
@@ -351,7 +349,6 @@ class MachineSteps:
 
         with pool_of(max(ranks)) as most:
             facts = most.facts
-            self.lanes = LANES[most.backend]
         device = torch.device(facts[0]["device"])
         self.device = device.type
         common = {"preset": PRESET, "micro": self.batch}
@@ -404,7 +401,7 @@ class MachineSteps:
     def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> Prediction:
         """Predict a step of `ranks` ranks from the compute measured in the same round."""
         cpu = {"all_reduce": self.cpu} if self.cpu else {}
-        network = FittedLinks({"all_reduce": link}, cpu, self.lanes)
+        network = FittedLinks({"all_reduce": link}, cpu)
         share = {"cores": self.cores / ranks, "threads": self.threads}
         speed = replace(self.speed(batch, turn), **share)
         return predict_step(self.config, Layout(dp=ranks), batch, network, speed, self.device)
@@ -454,7 +451,6 @@ def this_machine(link: Link) -> Topology:
         ranks_per_node=1,
         intra=link,
         inter=link,
-        lanes=LANES["gloo"],
     )
 
 

@@ -14,7 +14,6 @@ from nanoray.cli.commands import writing as writing
 from nanoray.cli.flags import Loaded as Loaded
 from nanoray.cli.flags import Scale as Scale
 from nanoray.cli.flags import parse_args as parse_args
-from nanoray.cli.help import Page as Page
 from nanoray.cli.parsers import Parser as Parser
 from nanoray.cli.parsers import flag_names as flag_names
 from nanoray.cli.parsers import name_program as name_program

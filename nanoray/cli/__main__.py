@@ -12,7 +12,6 @@ from nanoray.cli.parsers import build_parser
 from nanoray.config import Config
 from nanoray.config.conflict_rows import Conflict, Rule
 from nanoray.config.conflicts import TABLE
-from nanoray.config.load import read_names
 from nanoray.config.paths import PATH_KEYS
 
 
@@ -50,7 +49,7 @@ def to_markdown() -> str:
         "resume  other settings than RUN: workers is 4 there and 2 here (2 CPUs)",
         "```",
     ]
-    for group in build_parser("nanoray launch", "")._action_groups:
+    for group in build_parser("nanoray launch")._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]
         if not actions:
             continue
@@ -58,7 +57,6 @@ def to_markdown() -> str:
         lines += ["", f"## {title}", "", "| flag | default | what |", "| --- | --- | --- |"]
         lines += [_flag_row(action) for action in actions]
     lines += _conflict_lines()
-    lines += _neighbour_lines()
     return "\n".join(lines)
 
 
@@ -120,25 +118,6 @@ def _joined(rows: list[list[str]], column: int) -> list[list[str]]:
             first[3] = remedy(alike[0])
         found.append(first)
     return found
-
-
-def _neighbour_lines() -> list[str]:
-    """Return the names that other programs have for our keys."""
-    lines = [
-        "",
-        "## Coming from other tools: names",
-        "",
-        "nanoray answers an unknown flag or key with its own, where another program has that name.",
-        "",
-        "| here | there |",
-        "| --- | --- |",
-    ]
-    names: dict[str, list[str]] = {}
-    for theirs, ours in read_names("others.yaml").items():
-        key, space, difference = ours.partition(" ")
-        names.setdefault(key, []).append(f"`{theirs}`{space}{difference}")
-    lines += [_table_row([f"`{key}`", ", ".join(theirs)]) for key, theirs in names.items()]
-    return lines
 
 
 def _cells_of(row: Conflict) -> list[str]:

@@ -11,11 +11,13 @@ import   make a file that a run can begin with of a GPT-2 of Hugging Face or nan
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from nanoray.checkpoint.export import FORMATS, write_model
 from nanoray.checkpoint.files import MANIFEST, STEP_NAME, find_all, load, peek
 from nanoray.checkpoint.resume import newest_valid
+from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.cli import (
     RUNS,
     Parser,
@@ -100,16 +102,22 @@ def _verify(argv: list[str]) -> int:
     return 1 if damaged else 0
 
 
-def _newest(path: Path) -> Path:
-    """Return `path`, or the newest valid checkpoint of a run. Raises CheckpointError."""
-    # A single checkpoint is used as it is; of a run, damaged ones are skipped.
+def load_newest(path: Path) -> tuple[Path, StateDict]:
+    """Load a checkpoint, or the newest valid one of a run, and return its folder with it.
+
+    `path`: see `_checkpoints_of`. Prints a warning for each damaged checkpoint that is newer. Raises
+    CheckpointError.
+    """
     paths = _checkpoints_of(path)
+    # A single checkpoint is used as it is; of a run, damaged ones are skipped.
     if len(paths) == 1:
-        return paths[0]
+        return paths[0], load(paths[0])
     newest, notes = newest_valid(paths[0].parent)
     if newest is None:
         raise CheckpointError(f"no checkpoint of {path} is valid: {'; '.join(notes)}")
-    return newest.path
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
+    return newest.path, newest.state
 
 
 def _export(argv: list[str]) -> int:
@@ -137,8 +145,7 @@ def _export(argv: list[str]) -> int:
         raise ConfigError(
             f"{args.out.parent} is not a folder; create it, or give --out another path"
         )
-    path = _newest(args.path)
-    state = load(path)
+    _, state = load_newest(args.path)
     with writing(args.out, "give --out another path"):
         written = write_model(state, kind, args.out)
     files = [args.out]

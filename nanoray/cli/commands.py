@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from nanoray.cli.flags import Loaded, parse_args
-from nanoray.cli.help import Page
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.machine.output import as_command, lasting_output, say_error
@@ -19,7 +18,7 @@ def run_command(
     run: Callable[[Loaded, float], int],
     argv: list[str] | None,
     prog: str,
-    about: str | Page,
+    about: str,
     elsewhere: bool = False,
 ) -> int:
     """Parse a command line and run it; print a NanorayError as one line, and return the exit code.

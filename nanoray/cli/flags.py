@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.cli.help import Page, asked_for, format_help
+from nanoray.cli.help import asked_for, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
 from nanoray.config import (
     Settings,
@@ -55,23 +55,23 @@ class Loaded(Settings):
 def parse_args(
     argv: list[str],
     prog: str,
-    about: str | Page,
+    about: str,
     base: dict[str, Any] | None = None,
     elsewhere: bool = False,
 ) -> Loaded:
     """Turn a command line into a Config.
 
-    `--help` prints the page `about` and exits 0; `--schema` prints a JSON schema and exits 0.
+    `--help` prints the text `about`, in which {prog} stands for `prog`, and the most common flags.
+    `--schema` prints a JSON schema. Both exit 0.
 
     `base` has values in the place of a preset's and a file's, which are refused then. `elsewhere`:
     another machine will load it. Raises ConfigError.
     """
-    page = Page(about) if isinstance(about, str) else about
     topic = asked_for(argv)
     if topic is not None:
-        print(format_help(topic, prog, page), end="")
+        print(format_help(topic, prog, about), end="")
         raise SystemExit(0)
-    parser = build_parser(prog, page.about)
+    parser = build_parser(prog)
     known, unknown = parser.parse_known_args(with_underscores(argv))
     if unknown:
         _refuse_words(unknown)

@@ -67,9 +67,8 @@ class Opening:
         return True
 
     def require_batch(self, ranks: int) -> None:
-        """Raise ConfigError for an impossible batch. With scaling it is not known yet."""
-        if self.config.scaling == "none":
-            resolve_batch(self.config, self._layout(ranks).dp)
+        """Raise ConfigError for an impossible batch."""
+        resolve_batch(self.config, self._layout(ranks).dp)
 
     def _layout(self, ranks: int) -> Layout:
         """Return how the ranks share the work. Raises ConfigError when they cannot."""

@@ -96,9 +96,7 @@ def flag_names() -> list[str]:
     return [key for key in Config.model_fields if field_extra(key).get("flag", True)]
 
 
-def build_parser(
-    prog: str, description: str, only: Collection[str] | None = None
-) -> argparse.ArgumentParser:
+def build_parser(prog: str, only: Collection[str] | None = None) -> argparse.ArgumentParser:
     """Return a parser with the command's own flags, and one for each key of the configuration.
 
     A flag that is not given is absent from the result, so that a default is not taken for a choice.
@@ -107,7 +105,6 @@ def build_parser(
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags]",
-        description=description,
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from nanoray.checkpoint.init_from import load_weights
-from nanoray.checkpoint.resume import find_resume
 from nanoray.checkpoint.state.state_dict import StateDict
-from nanoray.cli import RUNS, Parser, exit_code_of, find_run_folder, name_program, tool_parser
+from nanoray.cli import RUNS, Parser, exit_code_of, name_program, tool_parser
+from nanoray.cli.checkpoint import load_newest
 from nanoray.config.weights import find
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
@@ -79,7 +79,7 @@ def samples(args: argparse.Namespace) -> list[str]:
     if path.is_file():
         gpt, tokenizer, title = load_file(path, device)
     else:
-        state, folder = load_state(path)
+        folder, state = load_newest(path)
         gpt, dataset = rebuild(state, device)
         tokenizer = tokenizer_from_json(dataset.tokenizer)
         loss = state.meta["val_loss"]
@@ -111,33 +111,6 @@ def _refuse_impossible(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value < least:
             raise ConfigError(f"{flag} = {value}; give a number from {least} on")
-
-
-def load_state(path: Path) -> tuple[StateDict, Path]:
-    """Load the newest valid checkpoint below `path`, and return its folder with it.
-
-    `path` is a step folder, a run folder, or an out_dir, of which the newest run with a checkpoint is
-    taken. Raises ConfigError where no run is, and CheckpointError where none has a checkpoint.
-    """
-    # state.json marks a step folder. Anything else is taken for an out_dir, and "auto" searches it.
-    is_step = (path / "state.json").exists()
-    is_run = (path / "checkpoints").exists() or path.name == "checkpoints"
-    resume = str(path)
-    if not is_step and not is_run:
-        find_run_folder(path)
-        resume = "auto"
-
-    passed_over: list[str] = []
-    checkpoint = find_resume(path, resume, {}, passed_over=passed_over)
-    if checkpoint is None:
-        reasons = "".join(f"; {note}" for note in passed_over)
-        raise CheckpointError(
-            f"{path} holds no run with a valid checkpoint{reasons}; train first, or give another "
-            "folder"
-        )
-    for note in checkpoint.notes:
-        print(f"warning: {note}", file=sys.stderr)
-    return checkpoint.state, checkpoint.path
 
 
 def load_file(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, str]:

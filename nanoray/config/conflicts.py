@@ -37,7 +37,6 @@ EXPERT_KEYS = (
 GPT_KEYS = (
     "dropout",
     "bias",
-    "scaling",
     "activation_checkpointing",
     "experts",
     *EXPERT_KEYS,
@@ -87,8 +86,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
     ignored("sync_batchnorm", "model other than resnet and own",
             _NO_OPTION, "drop it, or use model resnet"),
     ignored(EXPERT_KEYS, "experts 0", "", "give experts 8, or drop {asked}"),
-    refused("scaling nanochat", _HAS_EXPERTS,
-            "its rules are for models without experts", "use scaling none"),
 
     # Expert parallelism
     rule("ep experts", "ep must divide experts", sizes.ep_divides),
@@ -154,8 +151,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "has its own", "use optimizer sgd, or drop it"),
     ignored("nesterov", "optimizer other than sgd", "", "use optimizer sgd, or drop nesterov"),
     ignored("nesterov", "momentum 0", "", "give momentum 0.9, or drop nesterov"),
-    ignored("num_epochs above 0", "scaling nanochat",
-            "derives max_steps from the model", "drop one of them"),
 
     # Ends of a run
     rule("stop_at max_steps num_epochs", "stop_at at most max_steps", sizes.stop_is_reached),
@@ -341,7 +336,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
     # Plain sgd has no weight decay, but sgd with momentum has
     ignored("weight_decay", _NO_ADAM, "", "drop --{asked}", also="momentum 0", typed=True),
     ignored(("beta1", "beta2"), _NO_ADAM, "", "drop --{asked}", typed=True),
-    ignored("tokens_per_param", "scaling other than nanochat", "", "drop --{asked}", typed=True),
 ))
 # fmt: on
 

@@ -102,14 +102,6 @@ class OptimKeys(Group):
     grad_clip: float = field(1.0, "optim", ge=0)
     """clip gradients to this global norm (0 = off)"""
 
-    # Values that follow from the size of the model
-    scaling: Literal["none", "nanochat"] = field("none", "optim")
-    """nanochat: derive max_steps, global batch, lr and weight decay from the model's size and print
-    why; a value given as a flag is kept"""
-
-    tokens_per_param: float = field(12.0, "optim", gt=0)
-    """scaling=nanochat: training tokens per scaling parameter (matrices + lm_head)"""
-
     # Off by default: compiling takes longer than a short run gains
     compile: bool | Literal["cuda_graphs"] = field(False, "optim")
     """torch.compile each block, or an own model's layers: slower start, faster steps on GPUs.

@@ -1,6 +1,6 @@
 """The settings of a run: its configuration, and who has set each key.
 
-    preset ─► weights ─► file ─► flags ─► Config ─► workers ─► run fetched ─► scaling ─► epochs ─► ...
+    preset ─► weights ─► file ─► flags ─► Config ─► workers ─► run fetched ─► epochs ─► ...
 
 The first steps lay values over each other, until they are a Config (`Settings.of`). Each later one
 changes that (`Settings.set`). A step says who it is, so that a dry run, run.json and a resume can say

@@ -26,7 +26,6 @@ from typing import Any
 
 from nanoray.cli import (
     Loaded,
-    Page,
     Parser,
     name_program,
     run_command,
@@ -67,28 +66,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def _make(name: str, command: Callable[[Rendered], int], argv: list[str]) -> int:
     """Run a command that takes the flags of a run and those of Kube; after -- a program."""
+    parser = _parser_of(name)
     if "--" in argv:
         at = argv.index("--")
-        kube_flags, run_flags = _split_flags(name, argv[:at])
+        kube_flags, run_flags = _split_flags(parser, argv[:at])
         words = [*run_flags, *argv[at + 1 :]]
         return command(Rendered.of_program(PodProgram.of(words, {"kube": kube_flags})))
     for before, word in pairwise(["", *argv]):
         if word.endswith(".py") and not before.startswith("--"):
             raise ConfigError(f"{word} is a program; write `nanoray kube {name} [flags] -- {word}`")
-    kube_flags, run_flags = _split_flags(name, argv)
+    kube_flags, run_flags = _split_flags(parser, argv)
 
     def run(loaded: Loaded, started: float) -> int:
         loaded = _with(loaded, kube_flags)
         objects = render(loaded.config, started)
         return command(Rendered(objects, loaded.config, loaded.dry_run))
 
-    about = Page(
-        f"{name.capitalize()} a training run on Kubernetes.",
-        sections=(("of the cluster, also the YAML key kube", _flags_of_kube()),),
-        usage="[flags of the cluster] [flags of the run] [-- a program, as after `nanoray run`]",
-        more="The flags of the run are those of `python -m nanoray.launch`, and before a program "
-        "those of `nanoray run`; --help all prints the first.",
-    )
+    about = parser.format_help()
     return run_command(run, run_flags, name_program(f"kube {name}"), about, elsewhere=True)
 
 
@@ -108,28 +102,28 @@ class Rendered:
         return cls(objects, program.config, program.dry_run, program.shipped)
 
 
-def _flags_of_kube() -> tuple[tuple[str, str], ...]:
-    """Return a flag for each key of Kube, and what it is."""
-    flags = []
-    for key, spec in Kube.model_fields.items():
-        text = " ".join((spec.description or "").split())
-        default = f" [{spec.default}]" if spec.default else ""
-        flags.append((f"--{key} X", f"{text}{default}"))
-    return tuple(flags)
-
-
-def _split_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split a command line into the flags of Kube and the rest, which are the run's."""
-    # Without a help of its own: the run's parser prints both
+def _parser_of(command: str) -> Parser:
+    """Return a parser with a flag for each key of Kube."""
+    prog = name_program(f"kube {command}")
     parser = Parser(
-        prog=name_program(f"kube {command}"),
-        add_help=False,
+        prog=prog,
+        usage=f"{prog} [flags of the cluster] [flags of the run] [-- a program]",
+        description=f"{command.capitalize()} a training run on Kubernetes. The flags of the cluster are "
+        "also the YAML key kube. The flags of the run are those of `python -m nanoray.launch`, and "
+        "before a program those of `nanoray run`.",
+        add_help=False,  # the run's parser prints both
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # only flags that were given override the file
     )
-    for flag, text in _flags_of_kube():
-        name, metavar = flag.split()
-        parser.add_argument(name, metavar=metavar, help=text.replace("%", "%%"))
+    for key, spec in Kube.model_fields.items():
+        text = " ".join((spec.description or "").split())
+        default = f" [{spec.default}]" if spec.default else ""
+        parser.add_argument(f"--{key}", metavar="X", help=f"{text}{default}".replace("%", "%%"))
+    return parser
+
+
+def _split_flags(parser: Parser, argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Split a command line into the flags of Kube and the rest, which are the run's."""
     kube_flags, run_flags = parser.parse_known_args(argv)
     return vars(kube_flags), run_flags
 

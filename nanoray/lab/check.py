@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from nanoray import __version__
-from nanoray.cli import Page, exit_code_of, name_program, parse_args
+from nanoray.cli import exit_code_of, name_program, parse_args
 from nanoray.cli import mig as mig_command
 from nanoray.config import Config
 from nanoray.config.choose import precision_of
 from nanoray.config.layout import Layout
-from nanoray.config.mesh import IN_REPLICA
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.machine import host, mig
 from nanoray.machine.device import Device
@@ -230,15 +229,19 @@ def render(report: Survey) -> str:
     return "\n".join([*aligned(rows), verdict])
 
 
-# Flags of a run that change what the check finds
-OF_THE_RUN = (
-    ("--workers N", "ranks that shall fit [every GPU or slice, else 2 on CPU]"),
-    ("--device NAME", "cuda, mig, cpu or auto"),
-    ("--backend NAME", "of the process group: nccl, gloo or auto"),
-    ("--precision NAME", "whether the devices compute in it"),
-    (", ".join(f"--{axis} N" for axis in IN_REPLICA), "how many ranks share a model"),
-    ("--ray_address HOST:PORT", "the cluster to ask"),
-)
+ABOUT = """usage: {prog} [SCRIPT.py] [flags]
+
+Is this machine ready, and what would run where? The flags are those of a run.
+
+  {prog}
+      this machine, and the default recipe
+  {prog} --preset gpt2-124m --workers 8 --tp 2
+      another one, on eight ranks
+  {prog} train.py
+      does this script train as with plain torch? (train.py --help)
+  {prog} mig plan|show
+      the MIG slices that a card supports, and those of this machine
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,21 +257,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    about = Page(
-        "Is this machine ready, and what would run where?",
-        (
-            ("{prog}", "this machine, and the default recipe"),
-            ("{prog} --preset gpt2-124m --workers 8 --tp 2", "another one, on eight ranks"),
-            ("{prog} train.py", "does this script train as with plain torch? (train.py --help)"),
-            (
-                "{prog} mig plan|show",
-                "the MIG slices that a card supports, and those of this machine",
-            ),
-        ),
-        (("of a run, for which it checks", OF_THE_RUN),),
-        more="The other flags of a run count, too: --help all prints them.",
-    )
-    loaded = parse_args(argv, name_program("check"), about)
+    loaded = parse_args(argv, name_program("check"), ABOUT)
 
     # Flags of a run that would be ignored here are an error, as everywhere.
     for flag in ("dry_run", "quiet", "verbose"):

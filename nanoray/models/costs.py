@@ -20,11 +20,8 @@ def count_parameters(shape: ModelShape) -> int:
 
 
 @lru_cache(maxsize=256)  # of the chunks of pipelines, which a search asks for again and again
-def scaling_parameters(shape: ModelShape) -> int:
-    """Return nanochat's S, which sets the token budget: the blocks' matrices and lm_head.
-
-    Here lm_head is the embedding, too.
-    """
+def matrix_parameters(shape: ModelShape) -> int:
+    """Return the parameters of the blocks' matrices and of lm_head, which is the embedding, too."""
     return sum(tensor.numel for tensor in weights_of(shape) if tensor.matrix)
 
 
@@ -164,11 +161,11 @@ def activation_memory(
     copies = 0
     if sizes.copied:
         embedding = shape.padded_vocab * C
-        copied = scaling_parameters(shape)
+        copied = matrix_parameters(shape)
         if not ends_model:
             copied -= embedding  # only the last stage multiplies by lm_head
         if precision == "fp8":  # the 8-bit operands of the blocks' products are not kept
-            copied -= scaling_parameters(shape) - embedding
+            copied -= matrix_parameters(shape) - embedding
         else:
             experts_elsewhere = shape.experts - shape.experts // cut.ep
             copied -= shape.n_layer * experts_elsewhere * 2 * C * shape.expert_hidden

@@ -1,4 +1,4 @@
-"""Count the parameters, FLOPs and bytes of a ResNet without building it."""
+"""Count the parameters and FLOPs of a ResNet without building it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def convolution_flops(c_in: int, c_out: int, rows: int) -> int:
     return 2 * 9 * c_in * c_out * rows**2
 
 
-def convolution_kept(c_out: int, rows: int) -> int:
-    """Return the numbers kept for backward of an image: the outputs of convolution and ReLU."""
-    return 2 * c_out * rows**2
-
-
 def count_parameters(shape: ResNetShape) -> int:
     """Return the parameters of ResNet(shape): convolutions, two per channel of a norm, the head."""
     convs = sum(9 * c_in * c_out + 2 * c_out for c_in, c_out, _ in convolutions(shape))
@@ -42,17 +37,3 @@ def flops_per_image(shape: ResNetShape) -> int:
     """
     convs = sum(convolution_flops(*convolution) for convolution in convolutions(shape))
     return 3 * (convs + 2 * shape.channels[-1] * shape.classes)
-
-
-def activation_memory(shape: ResNetShape, micro_batch_size: int, precision: str) -> dict[str, int]:
-    """Return the bytes that one rank keeps for backward, eager, in the compute dtype.
-
-    Per convolution: its output, which the norm keeps, and the ReLU's output, which the ReLU and the
-    next convolution share.
-    """
-    kept = 3 * SIZE**2  # the image
-    for _, c_out, rows in convolutions(shape):
-        kept += convolution_kept(c_out, rows)
-    # Autocast runs convolutions in 16 bits, and the norm keeps that output.
-    bytes_each = 4 if precision == "fp32" else 2
-    return {"activations": micro_batch_size * kept * bytes_each}

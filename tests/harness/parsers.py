@@ -86,6 +86,6 @@ def _try(command: str, *words: str) -> ArgumentParser | str:
 
 
 def _parser_of_runs() -> ArgumentParser:
-    parser = build_parser("nanoray train", "")
+    parser = build_parser("nanoray train")
     parser.add_argument("-h", "--help", nargs="?")
     return parser

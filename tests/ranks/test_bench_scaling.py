@@ -34,7 +34,7 @@ CONFIG = load_config(preset="shakespeare-cpu")
 
 def test_a_rank_alone_takes_what_was_measured_of_its_compute() -> None:
     speed = speed_of(CONFIG, {"forward_s": 1.0, "backward_s": 2.0, "update_s": 0.5}, 6)
-    nothing = FittedLinks({}, {}, 1)
+    nothing = FittedLinks({}, {})
     for sequences, seconds in ((6, 3.5), (12, 6.5)):
         step = predict_step(CONFIG, Layout(), 6, nothing, speed, sequences=sequences)
         assert step.step_s == pytest.approx(seconds)

@@ -41,7 +41,7 @@ def test_list_and_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_flipped_bit_is_found_and_passed_over(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(run / "checkpoints" / "step_00000008" / "model-00000.safetensors")
     assert main(["list", str(run)]) == 0, "sizes agree, and list reads no more"
@@ -51,6 +51,11 @@ def test_a_flipped_bit_is_found_and_passed_over(
     assert "step_00000008  DAMAGED: checkpoint" in out
     assert "(model-00000.safetensors: sha256 differs)" in out
     assert "step_00000004  ok\nFAILED  1 damaged" in out
+    assert main(["export", str(run), "--out", str(tmp_path / "model.pt")]) == 0
+    exported = capsys.readouterr()
+    assert "step 4, " in exported.out
+    assert exported.err.startswith("warning: checkpoint step_00000008 is damaged")
+    assert exported.err.endswith("; using step_00000004\n")
     (run / "checkpoints" / "step_00000004" / "optimizer-00000.safetensors").write_bytes(b"short")
     assert main(["list", str(run)]) == 1
     assert "5 bytes instead of" in capsys.readouterr().out

@@ -48,7 +48,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "positions": ("learned", "rotary"),
     "init_from": ("", "gpt2"),
     "gelu": ("exact", "tanh"),
-    "scaling": ("none", "nanochat"),
     "mirror": ("auto", "off"),
     "fsdp_gather": ("fp32", "bf16"),
     "fsdp_reshard": ("full", "grad_op"),
@@ -76,7 +75,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "weight_decay": (0.1, 0.2),
     "beta1": (0.9, 0.8),
     "beta2": (0.99, 0.9),
-    "tokens_per_param": (12.0, 8.0),
     "upload_timeout": (300.0, 10.0),
     "upload": ("", "file:///x"),
 }

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from nanoray.cli import Page, parse_args
-from nanoray.cli.help import LAUNCH, TRAIN
+from nanoray.cli import flag_names, parse_args
+from nanoray.cli.help import LAUNCH, OF_A_RUN, TRAIN
+from nanoray.cli.parsers import COMMAND_FLAGS
 
 
 @pytest.mark.parametrize("page", [TRAIN, LAUNCH], ids=["train", "launch"])
-def test_the_examples_of_the_help_parse(page: Page, tmp_path: Path) -> None:
-    for command, _ in page.examples:
-        words = command.replace("{prog}", "nanoray x").replace("FOLDER", str(tmp_path)).split()
-        flags = words[words.index("nanoray.train") + 1 :] if "torchrun" in words else words[2:]
-        assert parse_args(flags, "x", "y").config
+def test_the_examples_of_the_help_parse(page: str) -> None:
+    examples = re.findall(r"^  (?:\{prog\}|torchrun .* -m nanoray.train) (.*)", page, re.MULTILINE)
+    assert len(examples) == 3
+    for flags in examples:
+        assert parse_args(flags.split(), "x", "y").config
+
+
+def test_the_screen_has_flags_that_exist_and_fits_a_terminal() -> None:
+    named = set(re.findall(r"--(\w+)", OF_A_RUN)) - {"help"}
+    assert len(named) > 25
+    assert named <= {*flag_names(), *COMMAND_FLAGS}
+    for page in (TRAIN, LAUNCH, OF_A_RUN):
+        assert max(map(len, page.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

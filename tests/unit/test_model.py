@@ -20,7 +20,7 @@ from nanoray.models.costs import (
     activation_memory,
     count_parameters,
     flops_per_token,
-    scaling_parameters,
+    matrix_parameters,
 )
 from nanoray.models.fp8 import use_fp8
 from nanoray.models.gpt import GPT, ModelShape
@@ -306,7 +306,7 @@ def test_count_parameters_is_what_torch_counts(shape: ModelShape) -> None:
         model = GPT(shape)
     matrices = sum(p.numel() for name, p in model.blocks.named_parameters() if p.dim() == 2)
     assert count_parameters(shape) == sum(p.numel() for p in model.parameters())
-    assert scaling_parameters(shape) == matrices + model.lm_head.weight.numel()
+    assert matrix_parameters(shape) == matrices + model.lm_head.weight.numel()
     assert shape.padded_vocab % 64 == 0
     assert shape.vocab_size <= shape.logit_columns <= shape.padded_vocab < shape.vocab_size + 64
 
@@ -351,7 +351,7 @@ def test_activations_are_what_torch_keeps_for_backward(precision: str, vocab_siz
         sum(kept.values())
         == estimate["activations"] + estimate["copies"] + log_softmax + weight_of_loss
     )
-    copied = {"bf16": scaling_parameters(shape), "fp8": 128 * 64}  # fp8: lm_head alone
+    copied = {"bf16": matrix_parameters(shape), "fp8": 128 * 64}  # fp8: lm_head alone
     assert estimate["copies"] == 2 * copied.get(precision, 0)
     assert estimate["logits"] == 5 * 32 * 128 * (8 if precision == "fp32" else 10)
     assert loss.isfinite()

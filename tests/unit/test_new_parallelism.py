@@ -141,7 +141,6 @@ from pathlib import Path
 import nanoray.parallel.plan
 from nanoray.__main__ import main
 from nanoray.bench.strategies import _fits
-from nanoray.lab.check import OF_THE_RUN
 from nanoray.cli import Loaded, Scale, parse_args
 from nanoray.config import make_config
 from nanoray.data.dataset import DatasetInfo
@@ -181,7 +180,6 @@ print(json.dumps({
     "refused_by_search": refusal(sharded, Layout(dp=4, xp=2, replicas=2)),
     "refused": refused(xp=2, replicas=2, dp_mode="zero1"),
     "recovery": no_replica(config, [0, 1, 2]),
-    "check": OF_THE_RUN,
     "preset": greeting.config.n_layer,
     "command": main(["greet", "one", "two"]),
 }))
@@ -254,9 +252,8 @@ def test_it_is_refused_by_the_table(answers: dict[str, Any]) -> None:
     assert answers["refused"] == answers["refused_by_search"] == reason
 
 
-def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:
+def test_it_is_in_recovery(answers: dict[str, Any]) -> None:
     assert "whole number of replicas of 1*2*1*1*2 = cp*tp*pp*ep*xp ranks" in answers["recovery"]
-    assert any("--xp N" in flag for flag, _ in answers["check"])
 
 
 def test_a_preset_is_one_file_and_a_command_one_file_and_a_row(answers: dict[str, Any]) -> None:

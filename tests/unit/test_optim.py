@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from nanoray.checkpoint.state.optimizers import load_optimizer_tensors, optimizer_tensors
-from nanoray.cli.run_plan import apply_scaling
-from nanoray.config import Config, Settings, load_config, make_config
-from nanoray.models.costs import scaling_parameters
-from nanoray.models.gpt import ModelShape
+from nanoray.config import Config, make_config
 from nanoray.parallel.norm import clip_to
 from nanoray.parallel.pieces import whole_shards
 from nanoray.train.optim.groups import lr_at, make_optimizer
@@ -128,16 +125,3 @@ def test_moments_of_a_number_follow_it_and_groups_may_keep_different_things() ->
     load_optimizer_tensors(again, whole_shards(model), saved)
     assert again.state[model.scale]["exp_avg"].dtype == torch.float64
     assert again.state[model.scale]["step"].dtype == torch.float32
-
-
-def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
-    """Depth 12, width 768, vocabulary 32,768, 12 tokens per parameter: batch 2^19 tokens, lr and
-    decay as given.
-    """
-    c = load_config(preset="gpt2-124m", overrides={"block_size": "1024", "micro_batch_size": "1"})
-    params = scaling_parameters(ModelShape.of(c, 32768))
-    assert params == 12 * 12 * 768**2 + 32768 * 768
-    derived = apply_scaling(Settings(c), params, dp=8).config
-    assert derived.global_batch_size * derived.block_size == 2**19
-    assert (derived.lr, derived.weight_decay) == pytest.approx((c.lr, c.weight_decay))
-    assert derived.max_steps == round(12 * params / 2**19)

@@ -21,7 +21,7 @@ from nanoray.cli.forecast.links import (
     Topology,
 )
 from nanoray.cli.forecast.parallelisms.record import divisors
-from nanoray.cli.forecast.predict import OnTopology, Speed, flops_of, predict
+from nanoray.cli.forecast.predict import Cost, OnTopology, Speed, flops_of, predict
 from nanoray.cli.forecast.rank_memory import memory_of, rank_memory
 from nanoray.cli.forecast.traffic import talks_of
 from nanoray.config import Batch, make_config
@@ -301,6 +301,41 @@ def test_a_step_of_tp_by_hand() -> None:
     assert two.step_s == pytest.approx(two.parts["compute"] + two.parts["tp"])
     half = predict(some, Layout(tp=2), 2, OnTopology(NODES), replace(SPEED, uncut=0.5))
     assert half.parts["compute"] == pytest.approx(0.75 * alone.parts["compute"])
+
+
+class Fixed(NamedTuple):
+    """A network on which every message takes the same."""
+
+    each: Cost
+
+    def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
+        return self.each
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ddp_by_hand", "zero2"])
+def test_gradients_travel_beside_backward_by_hand(mode: str) -> None:
+    """A backward of 1 s or more hides all messages of 1 ms but those of the last bucket."""
+    some = job(4, dp_mode=mode)
+    tensors = weights_of(SHAPE)
+    nbytes = 4 * sum(tensor.numel for tensor in tensors)
+    buckets = -(-nbytes // round(0.05 * 2**20))
+    last = 4 * tensors[0].numel / nbytes  # the tied embedding, larger than a bucket
+    assert last > 1 / buckets
+    sent_s = 1e-3 * buckets * (2 if mode == "ddp_by_hand" else 1)
+    # zero2 sends the gradients of both micro batches, and weights after the update.
+    turns, after_s = (2, 1e-3 * buckets) if mode == "zero2" else (1, 0.0)
+
+    def dp_s(speed: Speed, cpu: float = 0.0) -> float:
+        step = predict(some, Layout(dp=2), 1, Fixed(Cost(1e-3, cpu)), speed)
+        assert step.step_s == pytest.approx(sum(step.parts.values()))
+        return step.parts["dp"] - after_s
+
+    slow = Speed(1e6, 1e6)
+    assert dp_s(slow) == pytest.approx(turns * last * sent_s)
+    assert dp_s(Speed(1e15, 1e15)) == pytest.approx(turns * sent_s, rel=1e-4), "nothing hides it"
+    # On one core, messages that want half of it take as much from compute.
+    shared_s = (1 - last) * sent_s * 0.5 + last * sent_s
+    assert dp_s(replace(slow, cores=1), cpu=0.5) == pytest.approx(turns * shared_s)
 
 
 def test_more_ranks_than_cores_stretch_a_step() -> None:

@@ -20,7 +20,7 @@ from nanoray.data.lengths import format_lengths
 from nanoray.machine.text import aligned
 from nanoray.models import costs, resnet_costs
 from nanoray.models.build import ScriptShape, shape_of
-from nanoray.models.gpt import ModelShape
+from nanoray.models.resnet import ResNetShape
 from nanoray.parallel.schedules import waited
 
 MOST_LAYOUTS = 3  # of the search, that are listed
@@ -42,32 +42,34 @@ def dry_run_lines(
     shape = shape_of(config, dataset.vocab_size)
     assert not isinstance(shape, ScriptShape), "script/dry_run.py describes a script's own model"
     batch = resolve_batch(config, layout.dp)
-    device = assume_device(config, on_gpus)
-    stage, parts = largest_rank(config, shape, layout, batch, device)
+    lines = [
+        f"mesh       {layout.world_size:,} rank(s) = {layout}",
+        f"placement  {placement}",
+    ]
+    if isinstance(shape, ResNetShape):
+        lines += [
+            f"data       {dataset.note}, classes {dataset.vocab_size}",
+            batch_line(config, batch, "images"),
+            f"model      {resnet_costs.count_parameters(shape):,} parameters",
+        ]
+        return [*lines, *notes]
 
-    if isinstance(shape, ModelShape):
-        classes = "vocabulary"
-        parameters = costs.count_parameters(shape)
-        about_model = costs.describe_experts(shape)
-        batch_lines = [batch_line(config, batch, "seq", config.block_size)]
-        if config.seq_warmup_steps:
-            batch_lines.append(f"sequences  {format_lengths(config)}")
-    else:
-        classes = "classes"
-        parameters = resnet_costs.count_parameters(shape)
-        about_model = ""
-        batch_lines = [batch_line(config, batch, "images")]
-
+    lines += [
+        f"data       {dataset.note}, vocabulary {dataset.vocab_size}",
+        batch_line(config, batch, "seq", config.block_size),
+    ]
+    if config.seq_warmup_steps:
+        lines.append(f"sequences  {format_lengths(config)}")
+    about_model = costs.describe_experts(shape)
     # The first stage holds the embedding and the last one holds the head.
     if layout.model_parts > 1:
         sizes = [rank_sizes(config, shape, layout, one).params for one in range(layout.pp)]
         about_model += f", {max(sizes):,} on a rank"
+    device = assume_device(config, on_gpus)
+    stage, parts = largest_rank(config, shape, layout, batch, device)
     return [
-        f"mesh       {layout.world_size:,} rank(s) = {layout}",
-        f"placement  {placement}",
-        f"data       {dataset.note}, {classes} {dataset.vocab_size}",
-        *batch_lines,
-        f"model      {parameters:,} parameters{about_model}",
+        *lines,
+        f"model      {costs.count_parameters(shape):,} parameters{about_model}",
         *_pipeline(config, batch),
         memory_line(config, batch, device.precision, parts, stage, memory_gb),
         *notes,

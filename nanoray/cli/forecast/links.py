@@ -1,7 +1,7 @@
 """Topologies (YAML files of link speeds), and the seconds of collectives on them.
 
     load_topology()     equal nodes of equal ranks    -> a link inside a node, one between nodes
-    all_reduce() ...    topology, ranks, bytes        -> seconds of latency and of transfer
+    all_reduce() ...    topology, ranks, bytes        -> seconds
     placed()            layout, axis, topology        -> which link an axis uses, and its share of it
 
 Pure arithmetic, for any number of ranks.
@@ -10,7 +10,6 @@ Pure arithmetic, for any number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -27,7 +26,6 @@ TOPOLOGY_DIR = Path(__file__).resolve().parents[2] / "config" / "topologies"
 # never win.
 FLAT = ("ring", "tree", "double_tree", "halving_doubling")
 MODELS = (*FLAT, "two_level")
-LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
 
 
 def coefficients(algorithm: str, ranks: int, nbytes: int) -> tuple[float, float]:
@@ -65,7 +63,6 @@ class Topology(_Strict):
     ranks_per_node: Annotated[int, Field(ge=1)]
     intra: Link  # between two ranks of a node, while all of them talk
     inter: Link  # between two nodes: all network cards of a node together
-    lanes: Annotated[int, Field(ge=1)] = 1  # collectives in flight: 1 in NCCL, 2 in gloo
     # Of a rank; without one there is no prediction of its compute
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that a rank alone reaches
@@ -102,21 +99,11 @@ def complete_topology(name: str) -> Topology:
     return topology
 
 
-class Cost(NamedTuple):
-    """The seconds of one collective. Latencies of two lanes overlap; transfers share the link."""
-
-    latency_s: float
-    transfer_s: float
-    cpu: float = 0.0  # cores that each rank's collective keeps busy while it runs: 0 on GPUs
-
-    @property
-    def seconds(self) -> float:
-        return self.latency_s + self.transfer_s
+# The seconds of one collective.
 
 
-def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of an all-reduce of `nbytes` over `ranks` that fill node after node; no
-    switch blocks.
+def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> float:
+    """Return the seconds of an all-reduce over `ranks` that fill node after node; no switch blocks.
 
     flat       Of the messages that follow each other, as many cross nodes as the algorithm needs among the nodes
                alone; the bytes flow at the pace of the slowest link.
@@ -125,16 +112,15 @@ def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> C
     best       The fastest of them, as a tuner would choose.
     """
     if ranks == 1:
-        return Cost(0.0, 0.0)
+        return 0.0
     if algorithm == "best":
         algorithm = best(topology, ranks, nbytes)
     local = min(ranks, topology.ranks_per_node)
     nodes = math.ceil(ranks / local)
     intra, inter = topology.intra.costs(), topology.inter.costs()
     if algorithm == "two_level":
-        inside = _flat("ring", local, nbytes, intra)
-        among = min((_flat(name, nodes, nbytes, inter) for name in FLAT), key=lambda c: c.seconds)
-        return in_sequence([(1, inside), (1, among)])
+        among_s = min(cost(name, nodes, nbytes, *inter) for name in FLAT)
+        return cost("ring", local, nbytes, *intra) + among_s
 
     # Flat: some messages cross nodes, and the slowest link in use sets the pace of all bytes.
     messages, moved = coefficients(algorithm, ranks, nbytes)
@@ -145,77 +131,44 @@ def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> C
         slowest = inter[1]
     if local > 1:
         slowest = max(slowest, intra[1])
-    latency_s = crossing * inter[0] + (messages - crossing) * intra[0]
-    return Cost(latency_s, moved * slowest)
+    return crossing * inter[0] + (messages - crossing) * intra[0] + moved * slowest
 
 
 def best(topology: Topology, ranks: int, nbytes: int) -> str:
     """Return the fastest algorithm for these ranks and bytes."""
-    return min(MODELS, key=lambda name: all_reduce(topology, name, ranks, nbytes).seconds)
-
-
-def _flat(algorithm: str, ranks: int, nbytes: int, link: tuple[float, float]) -> Cost:
-    """Return the cost of an all-reduce on one level; nothing for one rank."""
-    if ranks == 1:
-        return Cost(0.0, 0.0)
-    messages, moved = coefficients(algorithm, ranks, nbytes)
-    return Cost(messages * link[0], moved * link[1])
-
-
-def in_sequence(costs: Iterable[tuple[float, Cost]]) -> Cost:
-    """Return collectives that follow one another as one, whose cores are the mean over its time.
-
-    `costs`: how often each of them comes.
-    """
-    latency_s = 0.0
-    transfer_s = 0.0
-    core_seconds = 0.0
-    for count, each in costs:
-        latency_s += count * each.latency_s
-        transfer_s += count * each.transfer_s
-        core_seconds += count * each.cpu * each.seconds
-    if not core_seconds:
-        return Cost(latency_s, transfer_s, 0.0)
-    return Cost(latency_s, transfer_s, core_seconds / (latency_s + transfer_s))
+    return min(MODELS, key=lambda name: all_reduce(topology, name, ranks, nbytes))
 
 
 # The other collectives. `nbytes` is the whole tensor: the result of an all-gather, or all that a
 # rank sends in an all-to-all.
 
 
-def all_gather(topology: Topology, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of an all-gather: half a ring, flat or on two levels, whichever is faster."""
-    if ranks == 1:
-        return Cost(0.0, 0.0)
+def all_gather(topology: Topology, ranks: int, nbytes: int) -> float:
+    """Return the seconds of half a ring, flat or on two levels, whichever is faster."""
     local = min(ranks, topology.ranks_per_node)
-    intra, inter = topology.intra.costs(), topology.inter.costs()
-    inside = _flat("ring", local, nbytes, intra)
-    among = _flat("ring", math.ceil(ranks / local), nbytes, inter)
-    flat = all_reduce(topology, "ring", ranks, nbytes)
-    ring = min(in_sequence([(1, inside), (1, among)]), flat, key=lambda c: c.seconds)
-    return Cost(ring.latency_s / 2, ring.transfer_s / 2)
+    inside_s = cost("ring", local, nbytes, *topology.intra.costs())
+    among_s = cost("ring", math.ceil(ranks / local), nbytes, *topology.inter.costs())
+    return min(inside_s + among_s, all_reduce(topology, "ring", ranks, nbytes)) / 2
 
 
-def all_to_all(topology: Topology, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of sending each rank its part: both links at once, one message per rank."""
-    if ranks == 1:
-        return Cost(0.0, 0.0)
+def all_to_all(topology: Topology, ranks: int, nbytes: int) -> float:
+    """Return the seconds to send each rank its part: both links at once, one message per rank."""
     local = min(ranks, topology.ranks_per_node)
     intra, inter = topology.intra.costs(), topology.inter.costs()
     part = nbytes / ranks
     inside_s = (local - 1) * part * intra[1]
     outside_s = local * (ranks - local) * part * inter[1]  # all ranks of a node share its link
     latency_s = (local - 1) * intra[0] + (ranks - local) * inter[0]
-    return Cost(latency_s, max(inside_s, outside_s))
+    return latency_s + max(inside_s, outside_s)
 
 
-def send(topology: Topology, ranks: int, nbytes: int) -> Cost:
-    """Return the cost of a message to the next rank; between nodes if `ranks` fill more than one."""
+def send(topology: Topology, ranks: int, nbytes: int) -> float:
+    """Return the seconds of a message to the next rank; between nodes if `ranks` fill several."""
     if ranks == 1:
-        return Cost(0.0, 0.0)
+        return 0.0
     link = topology.inter if ranks > topology.ranks_per_node else topology.intra
     alpha_s, beta_s_per_byte = link.costs()
-    return Cost(alpha_s, nbytes * beta_s_per_byte)
+    return alpha_s + nbytes * beta_s_per_byte
 
 
 # The groups of an axis on the nodes.
@@ -227,11 +180,6 @@ class GroupPlace(NamedTuple):
     ranks: int
     local: int  # of them on one node
     sharing: int  # groups whose bytes leave a node at the same time
-
-    @property
-    def inside(self) -> bool:
-        """Return whether no group leaves its node."""
-        return self.local == self.ranks
 
 
 def placed(layout: Layout, axis: str, ranks_per_node: int) -> GroupPlace:

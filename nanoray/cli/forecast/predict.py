@@ -8,8 +8,11 @@
 With m micro batches of N = B·T tokens, p stages of v chunks, F and B the seconds of a stage's
 forward and backward with what it waits for inside of them:
 
-    step  =  m·(F + B)  +  bubble  +  what gradients still take after the last backward  +  update
+    step  =  m·(F + B)  +  bubble  +  gradients that no backward hides  +  update
     bubble   (p - 1)/v · (F + B); in zero_bubble, with as many micro batches as stages, (p - 1)/3 · (F + B)
+
+Gradients travel in buckets beside the compute of a backward, once the first bucket is complete. The
+last bucket, with the tied embedding, is complete when backward ends.
 
 With context parallelism F and B contain, of each pass round the ring, what the attention of the
 block that is there does not hide. That attention is quadratic in T and a pass is linear, so long
@@ -21,24 +24,21 @@ sequences hide it:
 
 Left out: smaller matrix products are slower ones, so the same share of a device's peak is assumed
 in every layout; ranks are equal; experts get equally many tokens; the messages of a pipeline are
-not hidden behind compute.
+not hidden behind compute; gradients do not travel while a pass waits for a message.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from nanoray.cli.forecast.job import Job
 from nanoray.cli.forecast.links import (
-    Cost,
     Topology,
     all_gather,
     all_reduce,
     all_to_all,
-    in_sequence,
     placed,
     seen_by,
     send,
@@ -46,35 +46,29 @@ from nanoray.cli.forecast.links import (
 from nanoray.cli.forecast.parallelisms.record import Compute, Talk
 from nanoray.cli.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.cli.forecast.rank_memory import memory_of
-from nanoray.cli.forecast.simulate import NOTHING, SimulatedBucket, Step, simulate
 from nanoray.cli.forecast.traffic import talks_of
 from nanoray.config.layout import Layout
-from nanoray.config.mesh import IN_REPLICA, SHARDS_STATE
-from nanoray.models.costs import used_by_token
+from nanoray.config.mesh import SHARDS_STATE
+from nanoray.models.costs import flops_per_token
 from nanoray.models.weights import layers_of, weights_of
 from nanoray.parallel.schedules import waited
 
-# Simulated one by one; more are simulated in groups, each with the latency of its members
-MOST_BUCKETS = 64
-# The kinds of talks for which each pass waits
-WAITS = {
-    "forward": ("forward", "ring_forward"),
-    "backward": ("backward", "ring_again", "ring_backward"),
-}
+# The kinds of talks for which a pass waits in the midst of its layers
+WAITS = ("forward", "backward", "ring_forward", "ring_again", "ring_backward")
+
+
+class Cost(NamedTuple):
+    """The seconds of one collective, with nothing beside it."""
+
+    seconds: float
+    cpu: float = 0.0  # cores that it keeps busy on each rank while it runs: 0 on GPUs
 
 
 class Network(Protocol):
     """A source of the seconds of a collective on the groups of an axis."""
 
-    @property
-    def lanes(self) -> int:
-        """Collectives in flight at a time."""
-
     def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
         """Return the cost of one collective."""
-
-    def one_link(self, layout: Layout, axis: str, other: str) -> bool:
-        """Return whether two axes share a link."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +77,18 @@ class OnTopology:
 
     topology: Topology
 
-    @property
-    def lanes(self) -> int:
-        return self.topology.lanes
-
     def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
         place = placed(layout, axis, self.topology.ranks_per_node)
         own = seen_by(self.topology, place)
         size = round(nbytes)
         if op == "all_reduce":
-            return all_reduce(own, "best", place.ranks, size)
+            return Cost(all_reduce(own, "best", place.ranks, size))
         if op == "all_gather":
-            return all_gather(own, place.ranks, size)
+            return Cost(all_gather(own, place.ranks, size))
         if op == "send":
-            return send(own, place.ranks, size)
+            return Cost(send(own, place.ranks, size))
         # A reduce-scatter moves the bytes of an all-to-all.
-        return all_to_all(own, place.ranks, size)
-
-    def one_link(self, layout: Layout, axis: str, other: str) -> bool:
-        per_node = self.topology.ranks_per_node
-        return placed(layout, axis, per_node).inside == placed(layout, other, per_node).inside
+        return Cost(all_to_all(own, place.ranks, size))
 
 
 @dataclass(frozen=True)
@@ -124,6 +110,10 @@ class Speed:
         flops = 1e12 * topology.peak_tflops * topology.mfu
         return cls(flops, flops)
 
+    def stretch(self, wanted: float) -> float:
+        """Return how much longer work takes that wants `wanted` cores: 1 where there are enough."""
+        return max(1.0, wanted / self.cores)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -144,22 +134,14 @@ class Prediction:
 def flops_of(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
     """Return the FLOPs of forward and of backward for one token on a stage, of all its tp ranks.
 
-    Backward includes what it computes again. Without experts and stages the two add up to
-    nanoray.models.costs.flops_per_token.
+    Backward takes twice as many as forward, and what it computes again.
     """
     shape = job.shape
-    width = shape.n_embd
-
-    # Two FLOPs for each weight of a layer that a token meets.
-    tensors = weights_of(replace(shape, n_layer=1))
-    met = sum(used_by_token(shape, tensor) for tensor in tensors if tensor.layer is not None)
-    attention = 4 * width * shape.block_size
-    layers = layers_of(shape.n_layer, layout.pp, stage) * (2 * met + attention)
-
-    head = 0
-    if stage == layout.pp - 1:
-        head = 2 * (shape.padded_vocab * width + width * (1 + shape.bias))
-
+    forward = flops_per_token(shape) / 3
+    head = 2 * (shape.padded_vocab * shape.n_embd + shape.n_embd * (1 + shape.bias))
+    layers = (forward - head) * layers_of(shape.n_layer, layout.pp, stage) / shape.n_layer
+    if stage < layout.pp - 1:
+        head = 0
     again = layers if job.config.activation_checkpointing == "block" else 0
     return layers + head, 2 * (layers + head) + again
 
@@ -211,38 +193,30 @@ class StageStep:
         for parallelism in PARALLELISMS:
             self.hidden_s |= parallelism.hides(compute)
 
-    def price(self, talk: Talk) -> Cost:
+    def cost(self, talk: Talk) -> Cost:
         """Return the cost of one message of a kind."""
         return self.network.cost(self.layout, talk.axis, talk.op, talk.nbytes)
 
-    def exposed(self, talk: Talk) -> Cost:
-        """Return what compute waits for of one message: all of it, if nothing hides it."""
-        cost = self.price(talk)
-        if talk.when not in self.hidden_s:
-            return cost
+    def seconds(self, talk: Talk) -> float:
+        """Return the seconds of one message of a kind while this rank computes nothing."""
+        cost = self.cost(talk)
+        return cost.seconds * self.speed.stretch(cost.cpu)
+
+    def exposed_s(self, talk: Talk) -> float:
+        """Return the seconds that compute waits for one message: all of them, if nothing hides it."""
+        own_s = self.seconds(talk)
+        if not own_s or talk.when not in self.hidden_s:
+            return own_s
         # Messages of one kind travel in the same time.
-        together_s = sum(
-            self.price(other).seconds for other in self.talks if other.when == talk.when
-        )
-        left = 1.0
-        if together_s:
-            left = max(0.0, 1 - self.hidden_s[talk.when] / together_s)
-        return Cost(cost.latency_s * left, cost.transfer_s * left, cost.cpu)
+        together_s = sum(self.seconds(other) for other in self.talks if other.when == talk.when)
+        return own_s * max(0.0, 1 - self.hidden_s[talk.when] / together_s)
 
-    def waits(self, when: str) -> Cost:
-        """Return what a pass of a micro batch waits for in the midst of its layers."""
-        costs = []
-        for talk in self.talks:
-            if talk.when in WAITS[when]:
-                costs.append((talk.times / self.accum, self.exposed(talk)))
-        return in_sequence(costs)
-
-    def alone_s(self) -> dict[str, float]:
-        """Return the seconds of `waits` by axis, without what travels and computes beside them."""
+    def waits_s(self) -> dict[str, float]:
+        """Return, by axis, what a micro batch waits for in the midst of its layers."""
         seconds = {each.key: 0.0 for each in PARALLELISMS if each.in_pass}
         for talk in self.talks:
-            if any(talk.when in kinds for kinds in WAITS.values()):
-                seconds[talk.axis] += talk.times / self.accum * self.exposed(talk).seconds
+            if talk.when in WAITS:
+                seconds[talk.axis] += talk.times / self.accum * self.exposed_s(talk)
         return seconds
 
     def gathers_s(self) -> float:
@@ -254,97 +228,54 @@ class StageStep:
         total_s = 0.0
         for talk in self.talks:
             if talk.when == "prefetched":
-                each_s = self.price(talk).seconds
+                each_s = self.seconds(talk)
                 later = talk.times / self.accum - 1
                 total_s += each_s + max(0.0, later * each_s - hidden_s)
         return total_s
 
-    def micro_batches_s(self, sending: int) -> tuple[float, float]:
-        """Return the seconds of a micro batch that only computes, and of one that sends gradients.
+    def gradients_s(self, backwards: int) -> float:
+        """Return by how much sending gradients beside it makes a backward longer.
 
-        The latter ends with the update. `sending`: micro batches of a step that send gradients.
+        `backwards`: those of a step that send gradients.
         """
-        # What a pass waits for travels mostly along the innermost axis of a replica.
-        steps = self.layout.steps
-        inner = min(IN_REPLICA, key=lambda axis: (steps[axis].size == 1, steps[axis]))
-        one_link = any(
-            self.network.one_link(self.layout, inner, axis) for axis in self.layout.gradient_axes
-        )
-        waits = (self.waits("forward"), self.waits("backward"))
-        quiet = Step(self.forward_s, self.backward_s, 0.0, (), waits, one_link)
-        buckets, collective = self.buckets(sending)
-        loud = replace(quiet, optimizer_s=self.optimizer_s, buckets=buckets)
+        beside = [talk for talk in self.talks if talk.when == "beside"]
+        costs = [(talk.times / backwards, self.cost(talk)) for talk in beside]
+        total_s = sum(times * cost.seconds for times, cost in costs)
+        if not total_s:
+            return 0.0
+        cpu = sum(times * cost.seconds * cost.cpu for times, cost in costs) / total_s
 
-        cores, threads = self.speed.cores, self.speed.threads
-        quiet_s = simulate(quiet, lambda nbytes: NOTHING, 1, cores, threads).step_s
-        loud_s = simulate(loud, collective, self.network.lanes, cores, threads).step_s
-        return quiet_s, loud_s
+        # The first tensor may be the tied embedding: backward begins with the head's product with it,
+        # and its gradient is complete at the very end. All other gradients come evenly between.
+        bucket = 1 / max(times for times, _ in costs)
+        tied = self.tensors[0].numel / sum(tensor.numel for tensor in self.tensors)
+        before_first = (tied + bucket) / (tied + 1)
+        at_end = max(bucket, tied)
+        beside_s = min((1 - before_first) * self.backward_s, (1 - at_end) * total_s)
+
+        # What compute and communication do at once takes longer where they share too few cores.
+        stretch, threads = self.speed.stretch, self.speed.threads
+        slowed_s = beside_s * (stretch(threads + cpu) - stretch(threads))
+        return slowed_s + (total_s - beside_s) * stretch(cpu)
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of compute, of exposed communication by axis, and of the bubble."""
         accum = self.accum
-        # zero2 sends the gradients of every micro batch; the other modes those of the last one.
-        every_micro_sends = self.job.mode(self.layout) == "zero2"
-        quiet_s, last_s = self.micro_batches_s(accum if every_micro_sends else 1)
-
-        # More threads than cores stretch all compute.
-        stretch = max(1.0, self.speed.threads / self.speed.cores)
-        update_s = self.optimizer_s * stretch
-        other_s = last_s - update_s if every_micro_sends else quiet_s
-        after_s = sum(
-            talk.times * self.price(talk).seconds
-            for talk in self.talks
-            if talk.when in ("after", "once")
-        )
-        total_s = last_s + (accum - 1) * other_s + accum * self.gathers_s() + after_s
-
-        # Split the total into parts. The axes share the waiting in the ratio of their own seconds.
-        passes_s = accum * (self.forward_s + self.backward_s) * stretch
-        waiting_s = accum * quiet_s - passes_s
-        alone_s = self.alone_s()
-        all_alone_s = sum(alone_s.values())
-        parts = {"compute": passes_s + update_s}
-        for axis, seconds in alone_s.items():
-            parts[axis] = waiting_s * seconds / all_alone_s if all_alone_s else 0.0
-        parts["dp"] = max(0.0, total_s - parts["compute"] - waiting_s)
         config = self.job.config
+        # More threads than cores stretch all compute.
+        stretch = self.speed.stretch(self.speed.threads)
+        passes_s = (self.forward_s + self.backward_s) * stretch
+        waits_s = self.waits_s()
+        parts = {"compute": accum * passes_s + self.optimizer_s * stretch}
+        for axis, seconds in waits_s.items():
+            parts[axis] = accum * seconds
+
+        # zero2 sends the gradients of every micro batch; the other modes those of the last one.
+        backwards = accum if self.job.mode(self.layout) == "zero2" else 1
+        after_s = sum(
+            talk.times * self.seconds(talk) for talk in self.talks if talk.when == "after"
+        )
+        parts["dp"] = backwards * self.gradients_s(backwards) + accum * self.gathers_s() + after_s
         turns = waited(config.pp_schedule, self.layout.pp, accum, config.chunks)
-        parts["bubble"] = turns * quiet_s
+        parts["bubble"] = turns * (passes_s + sum(waits_s.values()))
         return parts
-
-    def buckets(self, passes: int) -> tuple[tuple[SimulatedBucket, ...], Callable[[int], Cost]]:
-        """Return the buckets of one backward, and the function that prices one of them.
-
-        Buckets are ready in the reverse order of the tensors. `passes`: backwards of a step that
-        send gradients.
-        """
-        beside = [talk for talk in self.talks if talk.when == "beside"]
-        if not beside:
-            return (), lambda nbytes: NOTHING
-        tensors = self.tensors
-        total = sum(tensor.numel for tensor in tensors)
-        count = min(MOST_BUCKETS, max(talk.times / passes for talk in beside))
-
-        # The head's product with the embedding comes first in backward and takes its time there,
-        # but the gradient of the tied embedding is complete only at the very end.
-        early = tensors[0].numel if tensors[0].layer is None else 0
-        done = 0
-        held = 0
-        buckets = []
-        for tensor in reversed(tensors[1:]):
-            done += tensor.numel
-            held += tensor.numel
-            if held >= total / count:
-                ready_s = (early + done) / (early + total) * self.backward_s
-                buckets.append(SimulatedBucket(ready_s, 4 * held))
-                held = 0
-        buckets.append(SimulatedBucket(self.backward_s, 4 * (held + tensors[0].numel)))
-
-        # A bucket's share of all gradients has the same share of their latency and transfer.
-        whole = in_sequence([(talk.times / passes, self.price(talk)) for talk in beside])
-
-        def collective(nbytes: int) -> Cost:
-            part = nbytes / (4 * total)
-            return Cost(whole.latency_s * part, whole.transfer_s * part, whole.cpu)
-
-        return tuple(buckets), collective

@@ -1,4 +1,4 @@
-"""The memory of one rank at the peak of a step, by part, and how it is written.
+"""The memory of one rank of a GPT at the peak of a step, by part, and how it is written.
 
 Every dry run, search and inspection gets its numbers from `rank_memory`: state by
 `nanoray.cli.forecast.memory`, activations by `nanoray.models.costs` for as many micro batches as the
@@ -11,19 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import torch
-
 from nanoray.cli.forecast.job import AssumedDevice, Job
 from nanoray.cli.forecast.memory import RankSizes, Sizes, rank_state
 from nanoray.cli.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.config import Batch, Config
 from nanoray.config.layout import Layout
-from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
 from nanoray.models.costs import Cut, activation_memory, with_kernels
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
-from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.models.weights import Weights, weights_of
 from nanoray.parallel.schedules import in_flight
 
@@ -34,7 +30,7 @@ MOST_MIB = 10_000  # larger sizes are written in GB
 
 def rank_memory(
     config: Config,
-    shape: ModelShape | ResNetShape,
+    shape: ModelShape,
     layout: Layout,
     batch: Batch,
     device: AssumedDevice,
@@ -51,7 +47,7 @@ def rank_memory(
 
 def largest_rank(
     config: Config,
-    shape: ModelShape | ResNetShape,
+    shape: ModelShape,
     layout: Layout,
     batch: Batch,
     device: AssumedDevice,
@@ -83,12 +79,9 @@ def fits(parts: Mapping[str, int], memory_gb: float | None) -> bool:
 
 
 def stage_activations(
-    config: Config, shape: ModelShape | ResNetShape, batch: Batch, precision: str, stage: int
+    config: Config, shape: ModelShape, batch: Batch, precision: str, stage: int
 ) -> dict[str, int]:
     """Return the bytes of activations on one stage, for all micro batches whose backward is due."""
-    # A ResNet is not cut into stages, so one micro batch is in flight.
-    if isinstance(shape, ResNetShape):
-        return resnet_costs.activation_memory(shape, batch.micro, precision)
     parts = _kept_activations(config, shape, batch, precision, stage)
     for parallelism in PARALLELISMS:
         parts |= parallelism.keeps(config, shape, batch, precision)
@@ -179,7 +172,7 @@ def memory_line(
     return f"memory     {place}{format_memory(parts, unit, about)}"
 
 
-# The sizes of one rank's parameters, by formulas: no model is built, but for a ResNet's.
+# The sizes of one rank's parameters, by formulas: no model is built.
 
 
 def sizes_of(tensors: Iterable[Weights], bytes_of_one: float = 4.0) -> Sizes:
@@ -197,15 +190,8 @@ def sizes_of(tensors: Iterable[Weights], bytes_of_one: float = 4.0) -> Sizes:
     return Sizes(total, outside, max(layers.values(), default=0), largest, total, bytes_of_one)
 
 
-def rank_sizes(
-    config: Config, shape: ModelShape | ResNetShape, layout: Layout, stage: int
-) -> RankSizes:
+def rank_sizes(config: Config, shape: ModelShape, layout: Layout, stage: int) -> RankSizes:
     """Return the sizes of a rank of `stage`; experts apart where fewer ranks share them."""
-    # Every rank has a whole ResNet, which is small: it is counted
-    if isinstance(shape, ResNetShape):
-        with torch.device("meta"):
-            return RankSizes(Sizes.of(ResNet(shape)))
-
     each = weight_type(config.precision).itemsize
     tensors = weights_of(shape, layout, stage)
     if layout.ep == 1:

@@ -151,7 +151,6 @@ def _train(config: Config, group: dict[str, Any], source: Path | None, folder: P
         "workers": ranks,
         "replicas": Layout.of(config, ranks, slots).replicas,
         "cpus_per_worker": group["threads"],
-        "scaling": "none",
         "num_epochs": 0,
         "out_dir": str(folder),
         "resume": str(source or "none"),

@@ -5,39 +5,25 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
+from nanoray.cli import Parser, exit_code_of, name_program, parse_args
 from nanoray.errors import ConfigError
 from nanoray.lab.tune.command import BUDGET_S, start
 
-PAGE = Page(
-    "Find the fastest way to train a recipe here: real steps of many settings, side by side. Losses "
-    "stay as they are, up to rounding.",
-    (
-        ("{prog} shakespeare-cpu", "on the ranks that `python -m nanoray.launch` would take"),
-        ("{prog} gpt2-124m --workers 8 --budget_s 600", "also how eight ranks share the work"),
-        ("{prog} my.yaml --only micro_batch,threads", "these settings alone"),
-        (
-            "python -m nanoray.launch --config runs/..._tune-gpt2-124m/tuned.yaml",
-            "train with what was found",
-        ),
-    ),
-    sections=(
-        (
-            "of the search",
-            (
-                ("--budget_s N", f"when to stop, in seconds [{BUDGET_S:g}]"),
-                ("--only A,B", "what may change, as docs/tune.md names it [all of it]"),
-                ("--may_differ", "also with other masks of dropout, or statistics of batch norms"),
-                ("--write FILE", "copy tuned.yaml to a file"),
-            ),
-        ),
-    ),
-    usage="[RECIPE] [flags of the search] [flags of the run]",
-    more="RECIPE is a preset or a YAML file. The flags of a run, such as --workers, are those of "
-    "`python -m nanoray.launch`; --help all prints them.",
-)
+ABOUT = """Find the fastest way to train a recipe here: real steps of many settings, side by side. Losses
+stay as they are, up to rounding. RECIPE is a preset or a YAML file.
+
+  {prog} shakespeare-cpu
+      on the ranks that `python -m nanoray.launch` would take
+  {prog} gpt2-124m --workers 8 --budget_s 600
+      also how eight ranks share the work
+  {prog} my.yaml --only micro_batch,threads
+      these settings alone
+  python -m nanoray.launch --config runs/..._tune-gpt2-124m/tuned.yaml
+      train with what was found
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,13 +35,35 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     started = time.time()
     prog = name_program("tune")
-    own = Parser(prog, add_help=False, allow_abbrev=False)
-    own.add_argument("--budget_s", type=float, default=BUDGET_S)
-    own.add_argument("--only", default="")
-    own.add_argument("--may_differ", action="store_true")
-    own.add_argument("--write", type=Path)
+    own = Parser(
+        prog,
+        usage=f"{prog} [RECIPE] [flags of the search] [flags of the run]",
+        description=ABOUT,
+        formatter_class=RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    own.add_argument(
+        "--budget_s",
+        type=float,
+        default=BUDGET_S,
+        metavar="N",
+        help=f"when to stop, in seconds [{BUDGET_S:g}]",
+    )
+    own.add_argument(
+        "--only",
+        default="",
+        metavar="A,B",
+        help="what may change, as docs/tune.md names it [all of it]",
+    )
+    own.add_argument(
+        "--may_differ",
+        action="store_true",
+        help="also with other masks of dropout, or statistics of batch norms",
+    )
+    own.add_argument("--write", type=Path, metavar="FILE", help="copy tuned.yaml to a file")
     args, flags = own.parse_known_args(argv)
-    loaded = parse_args(with_recipe(flags), prog, PAGE)
+    loaded = parse_args(with_recipe(flags), prog, own.format_help())
 
     # Imported late: --help must not wait for torch.
     from nanoray.lab.tune.knobs import KNOBS

@@ -24,7 +24,7 @@ def talks(sender: Sender) -> list[Talk]:
     # The first and the last stage hold the tied embedding, so they add up its gradients.
     if sender.is_first or sender.is_last:
         tied = 4 * shape.padded_vocab * shape.n_embd / layout.tp
-        sent.append(Talk("pp", "send", "gradient of the embedding", 1, tied, "once"))
+        sent.append(Talk("pp", "send", "gradient of the embedding", 1, tied, "after"))
     return sent
 
 

@@ -62,7 +62,7 @@ class Talk(NamedTuple):
     nbytes: float  # the tensor of one of them
     # forward | backward: compute waits for it. ring_forward | ring_again | ring_backward: the same,
     # but the attention of the block that is there hides it; again is in backward. prefetched: a pass
-    # hides it. beside: backward hides it. after: it follows the update. once: nothing hides it.
+    # hides it. beside: backward hides it. after: nothing hides it.
     when: str
 
 

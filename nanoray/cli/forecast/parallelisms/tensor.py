@@ -84,7 +84,7 @@ def _sequence(sender: Sender, sums: int, again: int) -> list[Talk]:
         Talk("tp", "all_gather", "gradients into them", sums, width, "backward"),
         Talk("tp", "reduce_scatter", "embedding", first, stream, "forward"),
         Talk("tp", "all_gather", "its gradient", first, stream, "backward"),
-        Talk("tp", "all_reduce", "gradients of norms and positions", 1, partial, "once"),
+        Talk("tp", "all_reduce", "gradients of norms and positions", 1, partial, "after"),
     ]
 
 
