@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoray.bench.arm import Arm, alone_on, gpt
 from nanoray.bench.harness.report import Emit, Record, Report, say
@@ -26,7 +26,6 @@ TIME_ENTRY = "nanoray.bench.engine:time_rank"
 MEMORY_ENTRY = "nanoray.bench.engine:memory_rank"
 # What `time_rank` measures beside times and losses
 COMMUNICATION = "communication"  # of one more step of each round, traced
-WAITING = "waiting"  # of a pipeline's stages, in the timed steps
 BITS = "bits"  # a number of each rank's weights
 MEMORY_STEPS = 5
 
@@ -68,8 +67,7 @@ def collect(events: Iterable[Record], report: Report, found: Found, more: str = 
             report.conditions["recipe"] = ", ".join(filter(None, (event["recipe"], more)))
             continue
         found[event["arm"]].append(event)
-        waits = f", waits {event['wait']:.1f} %" if "wait" in event else ""
-        times = f"{event['step_ms']:.1f} ms{waits}, loss {event['losses'][-1]:.3f}"
+        times = f"{event['step_ms']:.1f} ms, loss {event['losses'][-1]:.3f}"
         say(f"round {event['round']}  {event['arm']:<24} {times}")
 
 
@@ -101,7 +99,6 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     import torch
 
     from nanoray.machine.host import keep_freed_memory
-    from nanoray.observe.trace.comm_log import idle_fraction
     from nanoray.observe.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":
@@ -113,12 +110,10 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     measures = order["measures"]
     arms = _arms_of(mesh, order, traced=COMMUNICATION in measures)
     clock = Clock(mesh.device)
-    first = next(iter(arms.values()))
-    emit({"recipe": first.case.what if WAITING in measures else first.recipe})
+    emit({"recipe": next(iter(arms.values())).recipe})
     for turn in range(order["rounds"]):
         for name in rotated(list(arms), turn):
             arm = arms[name]
-            phases: list[Any] = []
             losses = []
 
             # The clocks' marks cost no wait; the device is waited for once, at the end
@@ -126,10 +121,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             start = time.perf_counter()
             marks = [clock.now()]
             for _ in range(order["arms"][name].get("steps", order["steps"])):
-                if WAITING in measures:
-                    phases += arm.step_by_phases()
-                else:
-                    arm.step()
+                arm.step()
                 losses.append(arm.loss)
                 arm.plan.zero_grad()
                 marks.append(clock.now())
@@ -155,10 +147,6 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
                 event |= arm.traced_step()
                 both = worst([event["busy_ms"], event["exposed_ms"]])
                 event["busy_ms"], event["exposed_ms"] = both
-            if WAITING in measures:
-                wait = torch.tensor(100 * idle_fraction(phases), device=mesh.device)
-                event["wait"] = mesh.all_reduce_mean(wait).item()
-                event["theory"] = 100 * arm.plan.flow.bubble
             if BITS in measures:
                 event["digests"] = arm.digests()
             event["norm"] = float(arm.norm)

@@ -26,14 +26,7 @@ from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Measurement, Record, Report
-from nanoray.bench.harness.table import (
-    SPREAD,
-    TEXT,
-    Table,
-    TableColumn,
-    names,
-    remarks_on,
-)
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.harness.trainings import numbers_of
 from nanoray.config import Config, load_config
 
@@ -92,11 +85,10 @@ class OverlapBenchmark(Benchmark):
             (
                 names("buckets"),
                 TableColumn("step, ms", STEP, SPREAD),
-                TableColumn("/ no_sync", STEP, SPREAD, over=NO_SYNC, only=TEXT),
+                TableColumn("/ no_sync", STEP, SPREAD, over=NO_SYNC),
                 TableColumn("busy, ms", BUSY, SPREAD),
                 TableColumn("exposed, ms", EXPOSED, SPREAD),
                 TableColumn("A/B cost, ms", COST, SPREAD),
-                *remarks_on(STEP),
             ),
         ),
     )
@@ -150,7 +142,7 @@ class OverlapBenchmark(Benchmark):
             recipe = f"preset {preset}, {args.rounds} rounds of {args.steps} steps, random tokens"
             collect(pool.run(TIME_ENTRY, order), report, found, recipe)
 
-    def finding(self, report: Report) -> list[str]:
+    def notes(self, report: Report) -> list[str]:
         """Return the fastest bucket size, and whether hiding more made steps faster."""
         arms = [row.arm for row in _swept(report)]
         if not arms:
@@ -175,7 +167,7 @@ class OverlapBenchmark(Benchmark):
                 "hiding more is not faster where communication takes compute's cores, or where "
                 "small messages cost latency"
             )
-        return lines
+        return report.findings(lines)
 
 
 def _parse_sizes(text: str) -> list[float]:

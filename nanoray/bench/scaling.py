@@ -34,7 +34,7 @@ from nanoray.bench.fit import Fit, fit
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Record, Report, number, say, table
+from nanoray.bench.harness.report import Record, Report, number, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.harness.trainings import numbers_of, rotated
 from nanoray.bench.predicted import (
@@ -272,11 +272,6 @@ class ScalingBenchmark(Benchmark):
             if THIS_MACHINE in wanted:
                 topologies[THIS_MACHINE] = this_machine(link.link)
             _predict(args, report, topologies, model, here)
-
-    def format_text(self, report: Report) -> list[str]:
-        """Return the measured rows, then a line per topology, mode and algorithm."""
-        measured = [row for row in report.rows if "topology" not in row.extra]
-        return [*table(measured), "", *OVERVIEW.format_text(report)]
 
 
 def _checks(text: str | None, base: int) -> list[int]:
