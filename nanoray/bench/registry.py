@@ -103,7 +103,7 @@ BENCHMARKS = {
     ),
     "precision": Entry(
         "precision",
-        "step, state and loss of each number format, from float32 to 8 bits",
+        "what 16 bits lose in training, by cause, and time and memory of each mode",
         at("nanoray.bench.precision:PrecisionBenchmark"),
     ),
     "mig": Entry(
