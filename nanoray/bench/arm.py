@@ -186,6 +186,15 @@ class Arm:
         self.plan.spread()
         self.trained += 1  # also the number of the next step's batch
 
+    def step_by_phases(self) -> list[Any]:
+        """Train one step; return this rank's phases, waiting for another stage among them. (all ranks)"""
+        self.recorder.begin(0)
+        self.step()
+        self.recorder.end()
+        self.recorder.clock.anchor()
+        (notes,) = self.recorder.read()
+        return list(notes["phases"])
+
     def digests(self) -> list[int]:
         """Return a number of each rank that changes with a bit of its weights. (all ranks)"""
         from nanoray.train.guard.replicas import combine, hash_tensors

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import Arm, alone_on, gpt
 from nanoray.bench.harness.report import Emit, Record, Report, say
@@ -26,6 +26,7 @@ TIME_ENTRY = "nanoray.bench.engine:time_rank"
 MEMORY_ENTRY = "nanoray.bench.engine:memory_rank"
 # What `time_rank` measures beside times and losses
 COMMUNICATION = "communication"  # of one more step of each round, traced
+WAITING = "waiting"  # of a pipeline's stages, in the timed steps
 BITS = "bits"  # a number of each rank's weights
 MEMORY_STEPS = 5
 
@@ -67,7 +68,8 @@ def collect(events: Iterable[Record], report: Report, found: Found, more: str = 
             report.conditions["recipe"] = ", ".join(filter(None, (event["recipe"], more)))
             continue
         found[event["arm"]].append(event)
-        times = f"{event['step_ms']:.1f} ms, loss {event['losses'][-1]:.3f}"
+        waits = f", waits {event['wait']:.1f} %" if "wait" in event else ""
+        times = f"{event['step_ms']:.1f} ms{waits}, loss {event['losses'][-1]:.3f}"
         say(f"round {event['round']}  {event['arm']:<24} {times}")
 
 
@@ -99,6 +101,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     import torch
 
     from nanoray.machine.host import keep_freed_memory
+    from nanoray.observe.trace.comm_log import idle_fraction
     from nanoray.observe.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":
@@ -110,10 +113,12 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     measures = order["measures"]
     arms = _arms_of(mesh, order, traced=COMMUNICATION in measures)
     clock = Clock(mesh.device)
-    emit({"recipe": next(iter(arms.values())).recipe})
+    first = next(iter(arms.values()))
+    emit({"recipe": first.case.what if WAITING in measures else first.recipe})
     for turn in range(order["rounds"]):
         for name in rotated(list(arms), turn):
             arm = arms[name]
+            phases: list[Any] = []
             losses = []
 
             # The clocks' marks cost no wait; the device is waited for once, at the end
@@ -121,7 +126,10 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             start = time.perf_counter()
             marks = [clock.now()]
             for _ in range(order["arms"][name].get("steps", order["steps"])):
-                arm.step()
+                if WAITING in measures:
+                    phases += arm.step_by_phases()
+                else:
+                    arm.step()
                 losses.append(arm.loss)
                 arm.plan.zero_grad()
                 marks.append(clock.now())
@@ -147,6 +155,10 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
                 event |= arm.traced_step()
                 both = worst([event["busy_ms"], event["exposed_ms"]])
                 event["busy_ms"], event["exposed_ms"] = both
+            if WAITING in measures:
+                wait = torch.tensor(100 * idle_fraction(phases), device=mesh.device)
+                event["wait"] = mesh.all_reduce_mean(wait).item()
+                event["theory"] = 100 * arm.plan.flow.bubble
             if BITS in measures:
                 event["digests"] = arm.digests()
             event["norm"] = float(arm.norm)

@@ -73,6 +73,11 @@ BENCHMARKS = {
         "DDP, ZeRO, FSDP, 16-bit gradients, cp, tp, pp, ep: step time against memory",
         at("nanoray.bench.strategies:StrategiesBenchmark"),
     ),
+    "pipeline": Entry(
+        "layouts pipeline",
+        "how long the stages of a pipeline wait under each schedule, and in theory",
+        at("nanoray.bench.pipeline:PipelineBenchmark"),
+    ),
     "layouts": Entry(
         "layouts predicted",
         "steps that a dry run predicts for dp x tp, beside real ones at 2, 4 and 8 ranks",
