@@ -68,11 +68,15 @@ from nanoray.machine.slots import local_slots
 # Launchers that trace: -> their flags beside torchrun's
 TRACED = {"every-50": {"comm_trace": "every=50"}, "always": {"comm_trace": "always"}}
 ARMS = (*LAUNCHERS, *TRACED)
+# Rows of earlier reports: blocks of steps of loops, which `bench step cpu` measures
+WIDE = ("baseline-384", "engine-384")
+LOOPS = ("baseline", "engine", "engine-2", *WIDE, "untraced", *TRACED)
 ON_CLUSTER = {"ray", "torchtrainer", "run", "run-trace"}
 # Of what follows the moment when rank 0 begins
 LAST = ("group_s", "model_s", "warm_up_s", "one_step_s")
 FIRST, WHOLE, STEP = (METRICS[name][0] for name in ("first_step_s", "whole_run_s", "step_ms"))
 RANKS_CPU, ALL_CPU = (METRICS[name][0] for name in ("rank_cpu_ms", "all_cpu_ms"))
+BLOCK = "compute: step"
 BUSY = "comm: busy"
 COMM = {  # metric of a traced run -> (row, unit)
     "comm/busy_ms": (BUSY, "ms"),
@@ -88,6 +92,10 @@ OF_LAST = [METRICS[name][0] for name in LAST]
 
 def _launched(report: Report) -> list[str]:
     return [arm for arm in ARMS if report.row(arm, FIRST)]
+
+
+def _computed(report: Report) -> list[str]:
+    return [arm for arm in LOOPS if report.row(arm, BLOCK) or report.row(arm, BUSY)]
 
 
 def _column(metric: str, head: str, optional: bool = False) -> TableColumn:
@@ -109,7 +117,9 @@ def _draw_starts(axes: Any, report: Report) -> None:
 
 
 def _draw_steps(axes: Any, report: Report) -> None:
-    bars(axes, measured(report, ARMS, STEP), color="0.6")
+    """Draw the step times, without WIDE, which needs another scale."""
+    loops = [arm for arm in LOOPS if arm not in WIDE]
+    bars(axes, measured(report, ARMS, STEP) + measured(report, loops, BLOCK), color="0.6")
 
 
 class TrainBenchmark(Benchmark):
@@ -144,10 +154,12 @@ class TrainBenchmark(Benchmark):
             lambda r: _launched(r) if measured(r, _launched(r), OF_LAST[0]) else [],
             (names("of the last, s"), *(_column(metric, metric) for metric in OF_LAST)),
         ),
+        # The traced arms, and the loops of earlier reports.
         Table(
-            lambda report: [arm for arm in TRACED if report.row(arm, BUSY)],
+            _computed,
             (
-                names("traced"),
+                names("loop, on CPU"),
+                _column(BLOCK, "step, ms", optional=True),
                 *(_column(name, f"{name}, {unit}", optional=True) for name, unit in COMM.values()),
             ),
         ),

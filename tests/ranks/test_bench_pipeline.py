@@ -12,7 +12,7 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import pipeline
 from nanoray.bench.harness.report import Report
-from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, PipelineBenchmark, _add_rows, arms_of
+from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, _add_rows, arms_of
 
 FLAGS = [
     "layouts",
