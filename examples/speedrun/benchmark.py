@@ -261,10 +261,6 @@ class SpeedrunBenchmark(Benchmark):
 
             in_turns(arms, args.rounds, failed, run, fail)
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return nothing: the terminal shows a line per row."""
-        return []
-
 
 def _run(
     args: argparse.Namespace, arm: str, turn: int, overrides: Mapping[str, str], folder: Path

@@ -90,9 +90,6 @@ def _run(argv: list[str]) -> int:
         words = entry.words.split()
         if argv[: len(words)] == words:
             return run_one(name, entry, argv[len(words) :])
-    if not arms and family in BENCHMARKS:
-        known = BENCHMARKS[family].words
-        raise ConfigError(f"unknown bench {family}; did you mean bench {known}?")
     if not arms:
         families = dict.fromkeys(entry.family for entry in BENCHMARKS.values())
         refuse_unknown(family, [*families, "all"], "bench")
@@ -110,15 +107,10 @@ def run_one(name: str, entry: Entry, argv: list[str]) -> int:
         signum = _measure(benchmark, args, report)
 
     _draw(benchmark, report, args.figure)
-    pasted = benchmark.format_markdown(report)
-    print("\n".join([*pasted, "", *_lines_of(benchmark, report)]), flush=True)
+    print("\n".join(report.lines(benchmark.format_text(report))), flush=True)
     if args.json:
         report.write(args.json)
     return 128 + signum if signum else int(report.failed)
-
-
-def _lines_of(benchmark: Benchmark, report: Report) -> list[str]:
-    return report.lines(benchmark.format_text(report) or None)
 
 
 def _run_several(title: str, entries: Mapping[str, Entry], argv: list[str]) -> int:
@@ -162,7 +154,7 @@ def _attempt(name: str, entry: Entry, flags: list[str]) -> tuple[Report, list[st
         benchmark, own_args = load(entry, flags)
         report = _new_report(name, entry, flags, own_args)
         signum = _measure(benchmark, own_args, report)
-        return report, _lines_of(benchmark, report), signum
+        return report, report.lines(benchmark.format_text(report)), signum
     except Exception as error:
         report = Report(name, conditions(entry.program, flags))
         report.failures.append(_describe_error(error))

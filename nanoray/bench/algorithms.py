@@ -1,17 +1,13 @@
 """`python -m nanoray.bench communication algorithms`: hand-written all-reduces against the backend's, over sizes.
 
-Small tensors pay for messages, large ones for bytes, so the fastest algorithm changes with the
-size: this finds where.
+Small tensors pay for messages, large ones for bytes, so the fastest algorithm changes with the size.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 import time
 from collections.abc import Callable
-from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.collectives import (
@@ -19,7 +15,6 @@ from nanoray.bench.collectives import (
     data_of,
     exact_period,
     finish,
-    p99_of,
     start_together,
     wrong_elements,
 )
@@ -27,9 +22,8 @@ from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, number, say
-from nanoray.bench.harness.table import TEXT, Table, TableColumn, names
+from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.harness.trainings import rotated
-from nanoray.machine.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,10 +37,6 @@ DTYPE = "float32"
 BY_HAND = ("ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 SIZES = tuple(4**i << 10 for i in range(9))  # 1 KB .. 64 MB
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20)
-SMALL = "1 KB"
-LARGE = "64 MB"
-STATED_FOR = (4, "gloo")  # ranks and backend of the targets
-TIE = 1.1  # medians closer than this swap places from run to run
 
 # What a rank does.
 
@@ -131,10 +121,7 @@ def _reductions(able: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], Any
 
 
 def draw_times(axes: Any, report: Report) -> None:
-    """Draw time over bytes, both logarithmic: medians and quartiles.
-
-    A vertical line marks a size at which the fastest algorithm changes.
-    """
+    """Draw time over bytes, both logarithmic: medians and quartiles."""
     for arm, rows in _timed(report).items():
         sizes = sorted(rows)
         medians = [rows[size].median for size in sizes]
@@ -142,43 +129,39 @@ def draw_times(axes: Any, report: Report) -> None:
         (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
         low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
         axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
-    for (before, loser), (size, winner) in pairwise(winners(report)):
-        if winner != loser:
-            middle = math.sqrt(before * size)
-            axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
-            style = {"transform": axes.get_xaxis_transform(), "rotation": 90}
-            axes.text(middle, 0.02, f"{loser} | {winner}", ha="right", fontsize=7, **style)
     ranks = report.conditions.get("ranks", {}).get("world size", 0)
     backend = report.conditions.get("backend", "")
     axes.set_title(f"all_reduce, {ranks} ranks, {backend}", fontsize=9)
 
 
-def _by_size(report: Report) -> dict[str, list[Measurement]]:
-    """Return the timed rows of each size."""
-    found: dict[str, list[Measurement]] = {}
-    for row in report.rows:
-        if row.unit == "us":
-            found.setdefault(row.metric, []).append(row)
-    return found
+def _rows_of(report: Report) -> list[Measurement]:
+    """Return the rows of all algorithms and sizes."""
+    return [row for row in report.rows if row.unit == "us"]
+
+
+def _sizes_of(report: Report) -> list[str]:
+    """Return the sizes, a line of the table each."""
+    return list(dict.fromkeys(row.metric for row in _rows_of(report)))
 
 
 def _columns_of(report: Report) -> list[TableColumn]:
-    """Return a column of medians for each algorithm, and one of wrong elements."""
+    """Return a column for each algorithm: medians, and the ratio to the backend in the same turn."""
 
     def column(arm: str) -> TableColumn:
-        return TableColumn(arm, lambda report, size, spread: report.cell(arm, size, "none"))
+        def cell(report: Report, size: str, spread: str) -> str:
+            ratio = report.cell(f"{BACKEND} / {arm}", size, "none")
+            return report.cell(arm, size, "none") + (f" ({ratio} x)" if ratio else "")
 
-    def wrong(report: Report, size: str, spread: str) -> str:
-        return str(sum(row.wrong or 0 for row in _by_size(report)[size]))
+        return TableColumn(arm, cell)
 
-    arms = dict.fromkeys(row.arm for rows in _by_size(report).values() for row in rows)
-    return [names("all_reduce, us"), *map(column, arms), TableColumn("wrong", wrong, only=TEXT)]
+    arms = dict.fromkeys(row.arm for row in _rows_of(report))
+    return [names("all_reduce, us (x as fast as the backend)"), *map(column, arms)]
 
 
 class AlgorithmsBenchmark(Benchmark):
     """Time the hand-written all-reduces beside the backend's own."""
 
-    tables = (Table(lambda report: list(_by_size(report)), _columns_of),)
+    tables = (Table(_sizes_of, _columns_of),)
     figure = Figure(
         (
             Panel(
@@ -198,7 +181,7 @@ class AlgorithmsBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        add_where_flags(parser, cpu_workers=STATED_FOR[0])
+        add_where_flags(parser, cpu_workers=4)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
@@ -215,15 +198,13 @@ class AlgorithmsBenchmark(Benchmark):
                 row = report.rows[-1]
                 result = row.problem or row.skipped or f"{number(row.median)} us"
                 say(f"{row.arm:<20}{row.metric:>8}  {result}")
-            _add_targets(report, len(pool.facts), pool.backend)
+            for arm in BY_HAND:
+                for size in _sizes_of(report):
+                    report.compare(BACKEND, arm, size, "paired by turn")
 
     def notes(self, report: Report) -> list[str]:
         """Return why algorithms were skipped."""
         return sorted({f"skipped {row.arm}: {row.skipped}" for row in report.rows if row.skipped})
-
-    def finding(self, report: Report) -> list[str]:
-        """Return where the winner changes."""
-        return crossovers(report)
 
 
 def row_of(event: Record) -> Measurement:
@@ -234,15 +215,8 @@ def row_of(event: Record) -> Measurement:
     keys = {"op": "all_reduce", "algorithm": name, "dtype": DTYPE, "bytes": size, "ranks": ranks}
     if "skipped" in event:
         return Measurement(name, _label(size), "us", (), skipped=event["skipped"], extra=keys)
-    times = event["time_us"]
-    algbw = algbw_gbps(size, statistics.median(times) / 1e6)
-    keys |= {
-        "time_us": statistics.median(times),
-        "p99_us": p99_of(times),
-    }
-    factor = busbw_factor("all_reduce", ranks)  # None for one rank
-    keys |= {"algbw_gbps": algbw, "busbw_gbps": algbw * factor if factor else 0.0}
-    return Measurement(name, _label(size), "us", tuple(times), wrong=event["wrong"], extra=keys)
+    times = tuple(event["time_us"])
+    return Measurement(name, _label(size), "us", times, wrong=event["wrong"], extra=keys)
 
 
 def _label(size: int) -> str:
@@ -250,54 +224,10 @@ def _label(size: int) -> str:
     return f"{size / 1024**power:g} {('B', 'KB', 'MB')[power]}"
 
 
-def _add_targets(report: Report, ranks: int, backend: str) -> None:
-    stated = "{} ranks on {}".format(*STATED_FOR)
-    if (ranks, backend) == STATED_FOR:
-        excuse = ""
-    else:
-        excuse = f"stated for {stated}; here: {ranks} on {backend}"
-    # The best hand-written algorithm for the smallest message
-    timed = _timed(report)
-    by_hand = [timed[name][SIZES[0]] for name in BY_HAND if SIZES[0] in timed.get(name, {})]
-    best = BY_HAND[0]
-    if by_hand:
-        best = min(by_hand, key=lambda row: row.median).arm
-    wanted = ((BACKEND, best, SMALL, ">=", 3.0), ("ring", BACKEND, LARGE, "<=", 1.15))
-    for upper, lower, size, relation, limit in wanted:
-        row = report.compare(upper, lower, size)
-        if row:
-            report.add_target(f"{size}: {row.arm}", row, relation, limit, excuse)
-
-
 def _timed(report: Report) -> dict[str, dict[int, Measurement]]:
     """Return arm -> bytes -> row of what was timed and is right."""
     found: dict[str, dict[int, Measurement]] = {}
-    for row in report.rows:
-        if row.unit == "us" and row.values and not row.problem:
+    for row in _rows_of(report):
+        if row.values and not row.problem:
             found.setdefault(row.arm, {})[row.extra["bytes"]] = row
     return found
-
-
-def winners(report: Report) -> list[tuple[int, str]]:
-    """Return (bytes, arm with the lowest median) per size, in ascending order of sizes.
-
-    The previous winner stays until another arm is faster by the factor TIE.
-    """
-    timed = _timed(report)
-    won = list[tuple[int, str]]()
-    for size in sorted({size for rows in timed.values() for size in rows}):
-        medians = {arm: rows[size].median for arm, rows in timed.items() if size in rows}
-        fastest = min(medians, key=lambda a: medians[a])
-        leader = won[-1][1] if won else ""
-        stays = medians.get(leader, math.inf) <= TIE * medians[fastest]
-        won.append((size, leader if stays else fastest))
-    return won
-
-
-def crossovers(report: Report) -> list[str]:
-    """Return sentences that say where the fastest algorithm changes."""
-    said = []
-    for arm, won in groupby(winners(report), key=lambda pair: pair[1]):
-        first, *rest = (_label(size) for size, _ in won)
-        said.append(f"fastest, or within 10 %, {first}{f' to {rest[-1]}' if rest else ''}: {arm}")
-    return said

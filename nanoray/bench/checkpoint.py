@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,16 +32,7 @@ from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, measured, whiskers
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Emit, Record, Report, say
-from nanoray.bench.harness.table import (
-    IN_TERMINAL,
-    PAGE,
-    SPREAD,
-    TEXT,
-    Table,
-    TableColumn,
-    names,
-    remarks_on,
-)
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.harness.trainings import rotated
 from nanoray.config import Config, load_config
 from nanoray.data.dataset import DatasetInfo
@@ -111,16 +101,14 @@ class CheckpointBenchmark(Benchmark):
         Table(
             DONE,
             (
-                replace(names(""), only=TEXT),
-                replace(names("arm"), only=PAGE),
+                names("arm"),
                 TableColumn("stall, s", STALL, SPREAD),
-                TableColumn("of sync, %", OF_STALL, IN_TERMINAL),
+                TableColumn("of sync, %", OF_STALL),
                 TableColumn("lost, s", LOST, SPREAD),
-                TableColumn("of sync, %", OF_LOST, IN_TERMINAL),
+                TableColumn("of sync, %", OF_LOST),
                 TableColumn("on disk after, s", DONE, SPREAD),
-                TableColumn("GB/s", RATE, IN_TERMINAL),
-                TableColumn("of raw disk, %", OF_DISK, IN_TERMINAL),
-                *remarks_on(DONE),
+                TableColumn("GB/s", RATE),
+                TableColumn("of raw disk, %", OF_DISK),
             ),
         ),
     )

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
-from nanoray.bench.harness.report import Emit, Measurement, Record, Report, markdown, number, say
+from nanoray.bench.harness.report import Emit, Record, Report, markdown, number, say
 from nanoray.bench.harness.trainings import chosen
 from nanoray.errors import ConfigError
 from nanoray.machine.host import available_memory_bytes
 from nanoray.machine.metrics import algbw_gbps, busbw_factor
-from nanoray.machine.text import aligned
 from nanoray.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -49,12 +48,12 @@ PLACEMENTS = {
 SUMS = ("all_reduce", "reduce_scatter")
 # Operations for which nccl-tests counts the elements per rank
 PER_RANK = ("reduce_scatter", "all_gather", "all_to_all")
-# dtype -> its name in nccl-tests, bytes, and the limit below which it holds every whole number
+# dtype -> bytes, and the limit below which it holds every whole number
 DTYPES = {
-    "float32": ("float", 4, 2**24),
-    "bfloat16": ("bfloat16", 2, 2**8),
-    "float16": ("half", 2, 2**11),
-    "float8_e4m3fn": ("f8e4m3", 1, 2**4),
+    "float32": (4, 2**24),
+    "bfloat16": (2, 2**8),
+    "float16": (2, 2**11),
+    "float8_e4m3fn": (1, 2**4),
 }
 KB = 1 << 10
 GIB = 1 << 30
@@ -78,7 +77,7 @@ def exact_period(name: str, addends: int) -> int:
     Returns 1 where no such m exists. m is odd: otherwise data that landed a power of two too far
     would go unnoticed.
     """
-    return min(251, DTYPES[name][2] // addends | 1)
+    return min(251, DTYPES[name][1] // addends | 1)
 
 
 def wrong_elements(got: Tensor, expected: Tensor) -> int:
@@ -239,7 +238,7 @@ class _Bench:
         Returns {"skipped": why} for a size that does not fit, or an operation that the backend
         lacks.
         """
-        size, count = elements(op, asked, DTYPES[name][1], self.n)
+        size, count = elements(op, asked, DTYPES[name][0], self.n)
         result: Record = {"bytes": size, "count": count}
 
         # Skip what cannot run here
@@ -490,35 +489,6 @@ class CollectivesBenchmark(Benchmark):
             for event in pool.run(ENTRY, order):
                 _add(report, event, len(pool.facts), pool.backend)
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return one table per operation: nccl-tests' columns, and further ones to their right."""
-        text = []
-        copy = report.row(COPY, "copied")
-        if copy:
-            text.append(f"{COPY}  {number(copy.median)} GB/s  ({copy.note})")
-        text.append(
-            "B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n "
-            "blocking calls,"
-        )
-        text.append(
-            "out of place where torch has that; fewer than 100 calls have no 99th percentile: max is "
-            "their slowest."
-        )
-
-        placement = ("time", "algbw", "busbw", "#wrong")
-        header = ["size", "count", "type", "redop", "root", *placement, *placement]
-        header += ["p50", "p99", "n", "of copy", ""]
-        by_case = _rows_by_case(report)
-        for op in dict.fromkeys(op for op, _, _ in by_case):
-            cases = [rows for key, rows in by_case.items() if key[0] == op]
-            table = [header, *(_line(op, rows) for rows in cases)]
-            title = f"# {op}"
-            notes = [row.note for rows in cases for row in rows.values()]
-            if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes):
-                title += f" ({GLOO_REDUCE_SCATTER})"
-            text += ["", title, *aligned(table, right={0, 1, 4, *range(5, 17)})]
-        return text
-
     def format_markdown(self, report: Report) -> list[str]:
         """Return a table for a README: latency of the smallest size, bandwidth of the largest."""
         curves = _curves(report)
@@ -608,48 +578,6 @@ def _add(report: Report, event: Record, ranks: int, backend: str) -> None:
     say(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}")
 
 
-def _rows_by_case(report: Report) -> dict[tuple[str, str, int], dict[bool, Measurement]]:
-    """Return the rows by (op, dtype, bytes), then by in place."""
-    by_case: dict[tuple[str, str, int], dict[bool, Measurement]] = {}
-    for row in report.rows:
-        if row.extra:
-            key = (row.extra["op"], row.extra["dtype"], row.extra["bytes"])
-            by_case.setdefault(key, {})[row.extra["in_place"]] = row
-    return by_case
-
-
-def _line(op: str, rows: dict[bool, Measurement]) -> tuple[str, ...]:
-    """Return a case's line of the table: size, both placements, latencies, remarks."""
-    keys = next(iter(rows.values())).extra
-    line = [str(keys["bytes"]), str(keys["count"]), DTYPES[keys["dtype"]][0]]
-    line.append("sum" if op in SUMS else "none")
-    line.append("0" if op == "broadcast" else "-1")
-    remarks = []
-    for in_place in (False, True):
-        row = rows.get(in_place)
-        if row and row.values:
-            keys = row.extra
-            busbw = "N/A" if keys["busbw_gbps"] is None else number(keys["busbw_gbps"])
-            line += [number(keys["pipelined_us"]), number(keys["algbw_gbps"]), busbw]
-            line.append(str(row.wrong))
-            continue
-        line += ["N/A"] * 4
-        placement = "in place" if in_place else "out of place"
-        if row and row.problem:
-            remarks.append(f"{placement} FAILED: {row.problem}")
-        elif row:
-            remarks.append(f"{placement} skipped: {row.skipped}")
-
-    # The latencies are those of the first placement that has any: out of place, else in place
-    timed: Record = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
-    if timed:
-        line += [number(timed["time_us"]), _tail(timed).removeprefix("p99 ")]
-        line.append(str(timed["latencies"]))
-    else:
-        line += ["", "", ""]
-    return (*line, _percent(timed.get("share_of_copy")), "; ".join(remarks))
-
-
 def _tail(timed: Record) -> str:
     """Return the 99th percentile of the latencies, or of fewer than a hundred the slowest."""
     name = "p99" if timed["latencies"] >= 100 else "max"
@@ -657,18 +585,17 @@ def _tail(timed: Record) -> str:
 
 
 def _curves(report: Report) -> dict[str, list[Record]]:
-    """Return the rows of the first dtype by operation and size.
+    """Return the measured rows of the first dtype, by operation and size.
 
     They are out of place where an operation has both placements.
     """
-    curves: dict[str, list[Record]] = {}
-    by_case = _rows_by_case(report)
-    first = next((dtype for _, dtype, _ in by_case), "")
-    for (op, dtype, _), rows in by_case.items():
-        measured = [row.extra for _, row in sorted(rows.items()) if row.values]
-        if dtype == first and measured:
-            curves.setdefault(op, []).append(measured[0])
-    return curves
+    cases = [row for row in report.rows if row.extra]
+    curves: dict[str, dict[int, Record]] = {}
+    for row in sorted(cases, key=lambda row: bool(row.extra["in_place"])):
+        if row.values and row.extra["dtype"] == cases[0].extra["dtype"]:
+            curves.setdefault(row.extra["op"], {}).setdefault(row.extra["bytes"], row.extra)
+    ops = dict.fromkeys(row.extra["op"] for row in cases)
+    return {op: list(curves[op].values()) for op in ops if op in curves}
 
 
 def _percent(share: float | None) -> str:

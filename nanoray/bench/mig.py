@@ -183,7 +183,7 @@ class MIGBenchmark(Benchmark):
 
     # Wrong: ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact
     numbers = (Number("timeout_s", "seconds of silence after which ranks have failed", 600.0),)
-    tables_in_terminal = False
+    shows_rows = True
     tables = (
         Table(
             _arms_of,

@@ -26,18 +26,10 @@ from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Measurement, Record, Report
-from nanoray.bench.harness.table import (
-    SPREAD,
-    TEXT,
-    Table,
-    TableColumn,
-    names,
-    remarks_on,
-)
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.harness.trainings import numbers_of
 from nanoray.config import Config, load_config
 
-COST = "A/B cost"
 NO_SYNC = "no_sync"
 # Relative, of the gradients' norm in the first round: buckets of another size sum in another order, no
 # more; in 16 bits attention's backward has an order as well.
@@ -66,10 +58,8 @@ def _draw_communication(axes: Any, report: Report) -> None:
     sizes = [row.arm for row in _swept(report)]
     exposed = [_median(report, arm, EXPOSED) for arm in sizes]
     hidden = [_median(report, arm, BUSY) - e for arm, e in zip(sizes, exposed, strict=True)]
-    costs = [_median(report, arm, COST) for arm in sizes]
     axes.bar(sizes, hidden, color="#f0b27a", label="hidden behind backward")
     axes.bar(sizes, exposed, bottom=hidden, color="#c0392b", label="exposed")
-    axes.plot(sizes, costs, "k_", ms=18, label="A/B: step - step under no_sync")
 
 
 def _note(report: Report) -> str:
@@ -92,11 +82,9 @@ class OverlapBenchmark(Benchmark):
             (
                 names("buckets"),
                 TableColumn("step, ms", STEP, SPREAD),
-                TableColumn("/ no_sync", STEP, SPREAD, over=NO_SYNC, only=TEXT),
+                TableColumn("/ no_sync", STEP, SPREAD, over=NO_SYNC),
                 TableColumn("busy, ms", BUSY, SPREAD),
                 TableColumn("exposed, ms", EXPOSED, SPREAD),
-                TableColumn("A/B cost, ms", COST, SPREAD),
-                *remarks_on(STEP),
             ),
         ),
     )
@@ -150,7 +138,7 @@ class OverlapBenchmark(Benchmark):
             recipe = f"preset {preset}, {args.rounds} rounds of {args.steps} steps, random tokens"
             collect(pool.run(TIME_ENTRY, order), report, found, recipe)
 
-    def finding(self, report: Report) -> list[str]:
+    def notes(self, report: Report) -> list[str]:
         """Return the fastest bucket size, and whether hiding more made steps faster."""
         arms = [row.arm for row in _swept(report)]
         if not arms:
@@ -175,7 +163,7 @@ class OverlapBenchmark(Benchmark):
                 "hiding more is not faster where communication takes compute's cores, or where "
                 "small messages cost latency"
             )
-        return lines
+        return report.findings(lines)
 
 
 def _parse_sizes(text: str) -> list[float]:
@@ -204,14 +192,10 @@ def _add_rows(report: Report, arm: str, events: list[Record], found: Found) -> N
     first = next(theirs for other, theirs in found.items() if other != NO_SYNC)
     tolerance = SAME_NORM.get(events[0]["precision"], SAME_NORM_16)
     wrong = not math.isclose(events[0]["norm"], first[0]["norm"], rel_tol=tolerance)
-    own = report.add(arm, STEP, "ms", times, note, wrong=int(wrong))
-    bare = report.row(NO_SYNC, STEP)
-    assert bare is not None
-    cost = [a - b for a, b in zip(own.values, bare.values, strict=False)]
+    report.add(arm, STEP, "ms", times, note, wrong=int(wrong))
     report.add(arm, BUSY, "ms", each(events, "busy_ms"), note)
     report.add(arm, EXPOSED, "ms", each(events, "exposed_ms"), note)
-    report.add(arm, COST, "ms", cost, "step - step under no_sync, paired by round")
-    report.compare(arm, NO_SYNC, STEP)
+    report.compare(arm, NO_SYNC, STEP, "paired by round")
 
 
 def _median(report: Report, arm: str, metric: str) -> float:

@@ -141,18 +141,6 @@ class PipelineBenchmark(Benchmark):
             rounds = f"{args.rounds} rounds of {args.steps} steps"
             collect(pool.run(TIME_ENTRY, order), report, found, rounds)
 
-    def finding(self, report: Report) -> list[str]:
-        """Return which schedule gains most on 1f1b with the same number of micro batches."""
-        ratios = with_values(report, STEP, ratios=True)
-        if not ratios:
-            return []
-        best = min(ratios, key=lambda row: row.median)
-        name, _, base = best.arm.partition(" / ")
-        return [
-            f"the best schedule beside 1f1b, {name}, is {best.speed} {base} here: "
-            f"{best.median:.3g} x its step"
-        ]
-
 
 def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, Record]:
     """Return the settings of every schedule with each number of micro batches and layers."""

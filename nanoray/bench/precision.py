@@ -125,7 +125,7 @@ class PrecisionBenchmark(Benchmark):
         Number("steps", "steps of each mode", usual=100, few=24),
         Number("rounds", "rounds of all modes in turn", usual=10, few=2),
     )
-    tables_in_terminal = False
+    shows_rows = True
     tables = (
         _study(
             "mode",

@@ -3,7 +3,7 @@
     fit        the backend's all-reduces at --workers ranks (2)          -> alpha and beta
     parts      forward, backward and optimizer there, without exchange   -> compute (step_parts.py)
     predict    the predicted step of DDP at 2, 3 and 4 ranks, next to the measured one, round by round
-    topologies the same prediction from 1 to 16,384 ranks, on links that a YAML file describes
+    topologies the same prediction from 1 to 16,384 ranks, on the links of nanoray/config/topologies
 
 What the model assumes of this machine. All ranks are equal. Ranks on CPU share the cores fairly:
 compute keeps a core per thread busy, a collective as many as its CPU seconds over its time, both
@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from nanoray.bench.fit import Fit, fit
 from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Record, Report, number, say, table
+from nanoray.bench.harness.report import Record, Report, number, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.harness.trainings import numbers_of, rotated
 from nanoray.bench.predicted import (
@@ -74,6 +73,7 @@ from nanoray.parallel.ddp import default_bucket_mb
 
 THIS_MACHINE = "this-machine"  # a topology that is measured
 PRESET = "shakespeare-cpu"  # whose step is measured
+MODEL = "gpt2-124m"  # whose step is predicted on GPUs
 RANKS = [2**i for i in range(15)]
 SHOWN = (1, 8, 64, 512, 4096, 16384)
 CPU_BYTES = (1 << 12, 1 << 18, 1 << 22)  # of the all-reduces whose CPU time is measured
@@ -128,26 +128,6 @@ CHECK = Table(
 OVERVIEW = Table(_curves_of, (names("step ms (efficiency %) at ranks"), *map(_predicted_at, SHOWN)))
 
 
-def _draw_parts(axes: Any, report: Report) -> None:
-    """Draw what the predicted steps consist of; of earlier reports the schedule of one of them."""
-    rows = with_values(report, PREDICTED)
-    events = rows[-1].extra.get("events") if rows else None
-    if events is None:
-        exposed = [row.extra["exposed_ms"] for row in rows]
-        compute = [row.median - ms for row, ms in zip(rows, exposed, strict=True)]
-        arms = [row.arm for row in rows]
-        axes.barh(arms, compute, label="compute")
-        axes.barh(arms, exposed, left=compute, label="exposed communication")
-        axes.set_title("predicted step, by parts")
-        return
-    colours = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}
-    for track, name, start_s, end_s in events:
-        colour = colours.get(name, "tab:orange")
-        style = {"color": colour, "edgecolor": "white"}
-        axes.barh(track, 1e3 * (end_s - start_s), left=1e3 * start_s, **style)
-    axes.set_title(f"predicted schedule, {rows[-1].arm} ranks")
-
-
 def _draw_curves(what: str, axes: Any, report: Report) -> None:
     """Draw the best algorithm's step, or the efficiency, over the ranks."""
     curves: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
@@ -183,7 +163,6 @@ class ScalingBenchmark(Benchmark):
                 },
                 {"fontsize": 8},
             ),
-            Panel(_draw_parts, {"xlabel": "ms"}, {"fontsize": 8}, down=True),
             Panel(
                 partial(_draw_curves, "step"),
                 {
@@ -204,8 +183,7 @@ class ScalingBenchmark(Benchmark):
                 {"fontsize": 7},
             ),
         ),
-        size=(11, 7.4),
-        rows=2,
+        size=(13, 3.8),
     )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
@@ -216,17 +194,6 @@ class ScalingBenchmark(Benchmark):
             metavar="N,M",
             help="ranks at which the model is checked [one and two more: 3,4]",
         )
-        parser.add_argument(
-            "--topology",
-            default="all",
-            metavar="NAME|FILE",
-            help=f"a preset of nanoray/config/topologies, a YAML file, or {THIS_MACHINE} [all]",
-        )
-        parser.add_argument(
-            "--model",
-            default="gpt2-124m",
-            help="preset whose size topologies with a peak run [gpt2-124m]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Fit, predict and measure; then predict the topologies."""
@@ -234,13 +201,7 @@ class ScalingBenchmark(Benchmark):
         if not args.workers:
             where = replace(where, workers=2)
         checks = _checks(args.check, where.workers)
-        wanted = [args.topology]
-        if args.topology == "all":
-            wanted = [*topology_names(), THIS_MACHINE]
-        topologies = {
-            Path(name).stem: load_topology(name) for name in wanted if name != THIS_MACHINE
-        }
-        model = load_config(preset=args.model)
+        topologies = {name: load_topology(name) for name in topology_names()}
 
         # Fit what an all-reduce costs, at the base ranks
         with RankPool(where) as pool:
@@ -268,14 +229,8 @@ class ScalingBenchmark(Benchmark):
 
             here.measure(list(pools), pool_of, args.rounds, turns, args.steps)
         if not report.failures:
-            if THIS_MACHINE in wanted:
-                topologies[THIS_MACHINE] = this_machine(link.link)
-            _predict(args, report, topologies, model, here)
-
-    def format_text(self, report: Report) -> list[str]:
-        """Return the measured rows, then a line per topology, mode and algorithm."""
-        measured = [row for row in report.rows if "topology" not in row.extra]
-        return [*table(measured), "", *OVERVIEW.format_text(report)]
+            topologies[THIS_MACHINE] = this_machine(link.link)
+            _predict(report, topologies, here, args.global_batch)
 
 
 def _checks(text: str | None, base: int) -> list[int]:
@@ -474,20 +429,17 @@ class PredictedTraining:
 
 
 def _predict(
-    args: argparse.Namespace,
-    report: Report,
-    topologies: dict[str, Topology],
-    model: Config,
-    here: MachineSteps,
+    report: Report, topologies: dict[str, Topology], here: MachineSteps, global_batch: int
 ) -> None:
     """Add a row of efficiency per topology, mode and number of ranks.
 
     Its extra keys hold the steps of every algorithm.
     """
+    model = load_config(preset=MODEL)
     for name, topology in topologies.items():
-        # A topology with a peak runs the model of --model on GPUs, one without it this machine's step
+        # A topology with a peak runs MODEL on GPUs, one without it this machine's step
         if topology.peak_tflops:
-            preset, micro = args.model, model.micro_batch_size or model.global_batch_size
+            preset, micro = MODEL, model.micro_batch_size or model.global_batch_size
             case = PredictedTraining(topology, model, micro, Speed.of(topology), "cuda")
         else:
             preset, micro = PRESET, here.batch
@@ -498,7 +450,7 @@ def _predict(
         alone_s = case.step(1, micro, "best").step_s
         what = f"{preset}, {micro} sequences a rank at once"
         report.conditions[name] = f"{topology.note}; {what}, alone in {1e3 * alone_s:.1f} ms"
-        for mode, total in (("weak", None), ("strong", args.global_batch)):
+        for mode, total in (("weak", None), ("strong", global_batch)):
             alone_s = case.step(1, total or micro, "best").step_s
             # In strong scaling all ranks share the batch, each at least a sequence
             for ranks in (n for n in RANKS if not total or total % n == 0):

@@ -129,7 +129,7 @@ class TrainBenchmark(Benchmark):
         Number("rounds", "rounds of all launchers", usual=5, few=1),
         Number("steps", "optimizer steps of a launch", usual=300, few=30),
     )
-    tables_in_terminal = False
+    shows_rows = True
     tables = (
         # The launchers: start, whole run, step; then the parts of a start, first to last.
         Table(

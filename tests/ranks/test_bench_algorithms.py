@@ -23,7 +23,7 @@ def event(algorithm: str, size: int, time_us: list[float], **more: Any) -> dict[
     } | more
 
 
-def test_a_row_follows_the_definitions() -> None:
+def test_a_row_has_every_turn_and_what_was_wrong() -> None:
     row = bench.row_of(event("ring", 10**6, [1000.0, 3000.0, 2000.0], wrong=3))
     assert (row.metric, row.unit, row.median, row.problem) == (
         "976.562 KB",
@@ -31,50 +31,24 @@ def test_a_row_follows_the_definitions() -> None:
         2000.0,
         "3 wrong",
     )
-    expected = {
-        "op": "all_reduce",
-        "dtype": "float32",
-        "bytes": 10**6,
-        "ranks": 4,
-        "time_us": 2000.0,
-    }
-    expected |= {"p99_us": 3000.0, "algbw_gbps": 0.5, "busbw_gbps": 0.75}  # 1e6 B in 2 ms; 2 * 3/4
-    assert {key: row.extra[key] for key in expected} == pytest.approx(expected)
+    assert (row.extra["algorithm"], row.extra["bytes"], row.extra["ranks"]) == ("ring", 10**6, 4)
 
 
-def report_of(*events: dict[str, Any]) -> Report:
-    return Report("algorithms", conditions("", []), [bench.row_of(e) for e in events])
-
-
-def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
-    report = report_of(
-        *(event("backend", size, [9.0] * 5) for size in (1 << 10, 1 << 12, 1 << 26)),
-        *(
-            event("tree", size, [us] * 5)
-            for size, us in ((1 << 10, 2.0), (1 << 12, 3.0), (1 << 26, 50.0))
-        ),
-        event("double_tree", 1 << 12, [2.8] * 5),  # 7 % faster than the tree: a tie
-        event("flat", 1 << 10, [1.0] * 5, wrong=1),  # fast and wrong wins nothing
-        event("ring", 1 << 10, [4.0] * 5),
-        event("ring", 1 << 26, [10.0] * 5),
-    )
-    assert bench.winners(report) == [(1 << 10, "tree"), (1 << 12, "tree"), (1 << 26, "backend")]
-    assert bench.crossovers(report) == [
-        "fastest, or within 10 %, 1 KB to 4 KB: tree",
-        "fastest, or within 10 %, 64 MB: backend",
+def test_an_algorithm_stands_beside_the_backend_in_the_same_turn(tmp_path: Path) -> None:
+    """The machine was slow in the backend's first turn; fast and wrong is not drawn."""
+    events = [
+        event("backend", 1 << 10, [900.0, 9.0, 9.0]),
+        event("tree", 1 << 10, [300.0, 3.0, 2.0]),
+        event("flat", 1 << 10, [1.0] * 3, wrong=1),
     ]
-    bench._add_targets(report, 4, "gloo")
-    assert [(t.row.arm, t.row.median, t.verdict) for t in report.targets] == [
-        ("backend / tree", 4.5, "ok"),
-        ("ring / backend", pytest.approx(10 / 9), "ok"),
-    ]
-    figure = tmp_path / "plot.svg"
-    bench.AlgorithmsBenchmark().draw(report, figure)
-    assert "tree | backend" in figure.read_text()
-    assert (
-        "fastest, or within 10 %, 64 MB: backend"
-        in bench.AlgorithmsBenchmark().format_markdown(report)[-1]
-    )
+    report = Report("algorithms", conditions("", []), [bench.row_of(e) for e in events])
+    report.compare("backend", "tree", "1 KB")
+    benchmark = bench.AlgorithmsBenchmark()
+    assert benchmark.format_markdown(report)[2] == "| 1 KB | 9.00 | 3.00 (3.00 x) | 1.00 |"
+    benchmark.draw(report, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "<!-- tree -->" in drawn
+    assert "<!-- flat -->" not in drawn
 
 
 @pytest.mark.full
@@ -109,7 +83,6 @@ def test_one_real_sweep(
             0,
             4,
         )
-        assert row["busbw_gbps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3 * 4 / 3)
     printed = capsys.readouterr().out
     assert "all_reduce, us" in printed
-    assert "no finding: n = 4, and fewer than 5 rounds" in printed
+    assert printed.splitlines()[-1].startswith("OK  ")

@@ -107,7 +107,7 @@ def test_rungs_and_the_baby_on_a_cpu(
     assert rows[BABY, SECONDS, "s"]["n"] == 1
     assert rows[BABY, LOSS, ""]["median"] < 9
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert "| shakespeare-char: + fused AdamW | " in capsys.readouterr().out
+    assert "\nshakespeare-char: + fused AdamW " in capsys.readouterr().out
 
 
 def test_a_rung_keeps_what_those_before_it_have() -> None:

@@ -71,7 +71,7 @@ def test_a_real_quick_run(
     assert bench.main(argv) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("OK  ")
-    assert "| 4 ranks: dp 2 × tp 2, zero1 | " in out
+    assert "\n4 ranks: dp 2 × tp 2, zero1 " in out
     written = json.loads((tmp_path / "r.json").read_text())
     rows = {(r["arm"], r["metric"]): r for r in written["rows"]}
     config = load_config(preset="tiny")

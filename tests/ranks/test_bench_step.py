@@ -77,7 +77,7 @@ def test_every_rung_and_every_peer(
         name = f"shakespeare-cpu: {arm}"
         assert rows[name, TOKENS, "1/s"]["n"] == rows[name, PEAK, "%"]["n"] == 2
         assert rows[name, TOKENS, "1/s"]["median"] > 0
-        assert f"| {name} | " in out
+        assert f"\n{name} " in out
         if arm != BASE:
             assert rows[f"{name} / shakespeare-cpu: {BASE}", TOKENS, "ratio"]["n"] == 2
         if arm != PEER:

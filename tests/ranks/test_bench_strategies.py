@@ -76,7 +76,7 @@ def test_arms_of_every_kind_run(
         cells = [found.row(arm, metric) for metric in (STEP, EXPOSED, LOSS, STATE, PEAK)]
         assert all(row and row.median > 0 for row in cells), arm
         assert found.row(arm, LOSS).wrong == 0  # type: ignore[union-attr]
-        assert f"\n| {arm} |" in out
+        assert f"\n{arm} " in out
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -134,7 +134,7 @@ def test_every_arm_runs(
     }
     out = capsys.readouterr().out
     for arm in arms:
-        assert f"\n| {arm} |" in out
+        assert f"\n{arm} " in out
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 
 

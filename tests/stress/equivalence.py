@@ -132,15 +132,8 @@ def draw_distances(axes: Any, report: Report) -> None:
 class EquivalenceBenchmark(Benchmark):
     """Compare losses and weights of every data-parallel mode with one process."""
 
-    joins_torchrun = True
     # Wrong: ranks above the limit, or modes that must be equal to the bit and are not
-    tables = (
-        Table(
-            _every_arm,
-            _columns_of,
-            on_page=lambda arm: " + " not in arm,  # which repeats a mode with checkpointing
-        ),
-    )
+    tables = (Table(_every_arm, _columns_of),)
     figure = Figure(
         (
             Panel(

@@ -143,7 +143,6 @@ def draw_ratios(axes: Any, report: Report) -> None:
 class TuneBenchmark(Benchmark):
     """Compare what a search finds with the present setting and a full grid."""
 
-    joins_torchrun = True
     # Wrong: losses that differ from the present setting's by more than EQUAL in float32, and by
     # more than rounding explains in another precision, relative
     numbers = (

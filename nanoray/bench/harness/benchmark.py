@@ -1,7 +1,7 @@
 """What every benchmark implements; nanoray/bench/registry.py lists them.
 
 A benchmark is arms × measures. It declares its flags that count, its tables and its figure, and
-measures; printing, pasting and drawing are written once, here, in table.py and in figure.py.
+measures; printing and drawing are written once, here, in table.py and in figure.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from nanoray.bench.harness.figure import Figure
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Report
+from nanoray.bench.harness.report import Report, table
 from nanoray.bench.harness.table import Table
 from nanoray.errors import ConfigError
 
@@ -66,8 +66,8 @@ class Benchmark(ABC):
     # Flags with a number; `args` has them when `measure` is called
     numbers: Sequence[Number] = ()
     tables: Sequence[Table] = ()
-    # False: the terminal gets one line per row, and the tables are for pages alone
-    tables_in_terminal = True
+    # Whether the terminal has a line for each row, too: of a benchmark whose tables show only some
+    shows_rows = False
     figure: Figure
 
     @abstractmethod
@@ -86,21 +86,16 @@ class Benchmark(ABC):
         """Return lines that stand below the tables in the terminal."""
         return []
 
-    def finding(self, report: Report) -> list[str]:
-        """Return what follows from the rows, in sentences; printed only after enough rounds."""
-        return []
-
     def format_text(self, report: Report) -> list[str]:
-        """Return the tables and findings for the terminal; [] prints one line per row."""
-        if not self.tables_in_terminal:
-            return []
-        notes = [*self.notes(report), *report.findings(self.finding(report))]
-        return _apart([*(table.format_text(report) for table in self.tables), notes])
+        """Return what the terminal shows of the rows: tables, or a line per row, and the notes."""
+        blocks = [each.format_text(report) for each in self.tables]
+        if self.shows_rows or not any(blocks):
+            blocks.append(table(report.rows))
+        return _apart([*blocks, self.notes(report)])
 
     def format_markdown(self, report: Report) -> list[str]:
-        """Return the tables and findings for a page of the documentation."""
-        tables = [table.format_page(report) for table in self.tables]
-        return _apart([*tables, report.findings(self.finding(report))])
+        """Return the tables for a page of the documentation."""
+        return _apart([each.format_page(report) for each in self.tables])
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw the report into a figure file; the suffix of `path` chooses its format."""

@@ -79,19 +79,6 @@ class Measurement:
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
         return low, high
 
-    @property
-    def speed(self) -> str:
-        """Return "faster than" or "slower than" for a ratio of times, by its quartiles.
-
-        Where the quartiles lie on both sides of 1 it is "as fast as".
-        """
-        low, high = self.quartiles
-        if high < 1:
-            return "faster than"
-        if low > 1:
-            return "slower than"
-        return "as fast as"
-
     def to_dict(self) -> Record:
         """Return the row as it is written in the JSON file.
 
@@ -307,18 +294,16 @@ class Report:
         rows = [Measurement.from_dict(row) for row in content["rows"]]
         return cls(content["bench"], content["conditions"], rows)
 
-    def lines(self, rows: Sequence[str] | None = None) -> list[str]:
-        """Return the conditions, the table, the failures, the targets, and OK or FAILED.
+    def lines(self, shown: Sequence[str] | None = None) -> list[str]:
+        """Return the conditions, the rows, the failures, the targets, and OK or FAILED.
 
-        `rows` is a benchmark's own table in place of `table`.
+        `shown` stands in place of a line for each row.
         """
         # The conditions, with their values in one column
         width = max([10, *map(len, self.conditions)]) + 2
         lines = [f"{key:<{width}}{condition(value)}" for key, value in self.conditions.items()]
 
-        lines.append("")
-        lines += table(self.rows) if rows is None else rows
-        lines.append("")
+        lines += ["", *(table(self.rows) if shown is None else shown), ""]
 
         # A failure is one line, and below it the traceback or the end of a log
         for failure in self.failures:

@@ -1,26 +1,20 @@
 """Tables of reports, declared by their columns.
 
-A benchmark lists its tables once; harness/benchmark.py prints them in the terminal and pastes them
-into pages.
+A benchmark lists its tables once; the terminal shows them as aligned text, a page as Markdown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanoray.bench.harness.report import Measurement, Report, markdown
 from nanoray.machine.text import aligned
 
 # Of report, arm and spread (see Report.cell)
 Cell = Callable[[Report, str, str], str]
-# Quartiles in the terminal, the range on a page: of numbers whose spread is worth its room
-SPREAD = "own"
-# Quartiles in the terminal alone
-IN_TERMINAL = "terminal"
+SPREAD = "range"  # of numbers whose spread is worth its room
 NO_SPREAD = "none"
-TEXT = "text"
-PAGE = "page"
 
 
 @dataclass(frozen=True)
@@ -28,9 +22,8 @@ class TableColumn:
     """One cell of each line.
 
     value     a metric of the line's arm, or a function that writes the cell
-    spread    SPREAD, IN_TERMINAL, NO_SPREAD, or "quartiles" or "range" wherever it is shown
+    spread    SPREAD, "quartiles" or NO_SPREAD
     over      the value as a ratio to this arm, or to the one that a function of the line's arm names
-    only      TEXT or PAGE: it is shown only there
     left      text, not a number
     optional  left out of a table in which no line has a value for it, skipped or failed or measured
     """
@@ -39,25 +32,17 @@ class TableColumn:
     value: str | Cell
     spread: str = NO_SPREAD
     over: str | Callable[[str], str] = ""
-    only: str = ""
     left: bool = False
     optional: bool = False
 
-    def cell(self, report: Report, arm: str, page: bool) -> str:
+    def cell(self, report: Report, arm: str) -> str:
         """Write the cell of an arm."""
-        spread = self.spread
-        if spread in (SPREAD, IN_TERMINAL) and not page:
-            spread = "quartiles"
-        elif spread == SPREAD:
-            spread = "range"
-        elif spread == IN_TERMINAL:
-            spread = NO_SPREAD
         if callable(self.value):
-            return self.value(report, arm, spread)
+            return self.value(report, arm, self.spread)
         if self.over:
             over = self.over(arm) if callable(self.over) else self.over
             arm = f"{arm} / {over}"
-        return report.cell(arm, self.value, spread)
+        return report.cell(arm, self.value, self.spread)
 
     def has_rows(self, report: Report, arms: Sequence[str]) -> bool:
         """Return whether some arm has a row of this metric: one that was skipped has no cell."""
@@ -81,13 +66,6 @@ def wrong_of(metric: str) -> TableColumn:
     return _of_row("wrong", metric, lambda row: "" if row.wrong is None else str(row.wrong))
 
 
-def remarks_on(metric: str) -> tuple[TableColumn, ...]:
-    """Return the last columns of a table in the terminal: n, wrong, and a row's problem or note."""
-    remark = _of_row("", metric, lambda row: row.problem or row.note)
-    last = (count_of_rounds(metric), wrong_of(metric), replace(remark, left=True))
-    return tuple(replace(column, only=TEXT) for column in last)
-
-
 def _of_row(head: str, metric: str, write: Callable[[Measurement], str]) -> TableColumn:
     def cell(report: Report, arm: str, spread: str) -> str:
         row = report.row(arm, metric)
@@ -103,36 +81,30 @@ class Table:
     arms     the metric whose rows are the lines (but not their ratios), or a function of the report
     columns  the first is text; or a function of the report
     missing  stands for an empty cell
-    on_page  whether an arm is a line of a page, too
     """
 
     arms: str | Callable[[Report], Sequence[str]]
     columns: Sequence[TableColumn] | Callable[[Report], Sequence[TableColumn]]
     missing: str = ""
-    on_page: Callable[[str], bool] = lambda arm: True
 
     def format_text(self, report: Report) -> list[str]:
         """Return the table for the terminal; [] without a line."""
-        columns, lines = self._build_lines(report, page=False)
+        columns, lines = self._build_lines(report)
         right = {i for i, column in enumerate(columns) if not column.left}
         return aligned([(*line, "") for line in lines], right) if lines else []
 
     def format_page(self, report: Report) -> list[str]:
         """Return the table for a page; [] without a line."""
-        _, lines = self._build_lines(report, page=True)
+        _, lines = self._build_lines(report)
         return markdown(lines[0], lines[1:]) if lines else []
 
-    def _build_lines(self, report: Report, page: bool) -> tuple[list[TableColumn], list[list[str]]]:
+    def _build_lines(self, report: Report) -> tuple[list[TableColumn], list[list[str]]]:
         """Return the columns that are shown, and their texts, the heads first."""
         arms = self.arms(report) if callable(self.arms) else arms_with(report, self.arms)
         columns = self.columns(report) if callable(self.columns) else self.columns
-        if page:
-            arms = list(filter(self.on_page, arms))
         shown = []
         for column in columns:
-            if column.only == (TEXT if page else PAGE):
-                continue
-            cells = [column.cell(report, arm, page) for arm in arms]
+            cells = [column.cell(report, arm) for arm in arms]
             if column.optional and not any(cells) and not column.has_rows(report, arms):
                 continue
             shown.append((column, [cell or self.missing for cell in cells]))
