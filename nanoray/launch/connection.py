@@ -26,7 +26,6 @@ from nanoray.launch.ray_compat import (
     in_own_process_groups,
     quiet_about_deaths,
     reread_authentication,
-    without_dashboard,
 )
 from nanoray.machine.environment import environment, restored
 from nanoray.machine.host import available_cpus
@@ -48,14 +47,12 @@ SHUTDOWN_S = 30.0
 
 
 @contextmanager
-def connected(
-    address: str, slots: Slots | None, last: bool = False, dashboard: bool = True
-) -> Iterator[None]:
+def connected(address: str, slots: Slots | None, last: bool = False) -> Iterator[None]:
     """Connect to a cluster; or, given local `slots`, start a Ray here and remove it afterwards.
 
     A Ray that the calling program is connected to is used, and stays connected. `last`: the caller
     ends this process with os._exit soon afterwards, so a shared cluster sees the connection close.
-    `dashboard`: of a local Ray, which starts sooner without. Raises PlacementError.
+    Raises PlacementError.
     """
     if ray.is_initialized():
         say(f"ray    the one that this program is connected to, at {address}")
@@ -70,7 +67,7 @@ def connected(
         stack.enter_context(restored(*_SET_BY_RAY))
         if slots is not None:
             where = f"local, {slots.reason}"
-            context = _start(stack, slots, dashboard)
+            context = _start(stack, slots)
         else:
             where = f"cluster at {address}"
             if not last:
@@ -85,7 +82,7 @@ def connected(
 # A local Ray.
 
 
-def _start(stack: ExitStack, slots: Slots, dashboard: bool) -> Any:
+def _start(stack: ExitStack, slots: Slots) -> Any:
     """Start a local Ray, which `stack` removes with all that it leaves. Raises PlacementError."""
     # Its folder is in /tmp if possible: paths of sockets must be short.
     parent = "/tmp" if os.access("/tmp", os.W_OK) else None
@@ -108,13 +105,11 @@ def _start(stack: ExitStack, slots: Slots, dashboard: bool) -> Any:
             # Ray's dashboard leaves temporary files behind, so its temporary folder is Ray's own.
             start.enter_context(environment({"TMPDIR": folder}))
             start.enter_context(in_own_process_groups())
-            if not dashboard:
-                start.enter_context(without_dashboard())
             return _init(
                 "local",
                 num_cpus=max(1, int(available_cpus())),
                 num_gpus=len(slots.devices),
-                include_dashboard=dashboard,
+                include_dashboard=True,
                 dashboard_host="127.0.0.1",
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=folder,
