@@ -12,22 +12,17 @@ MASTER_PORT say, which torchrun sets itself.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from nanoray.errors import ConfigError
-from nanoray.machine.proc import stat_of
 
 # SLURM numbers the steps of batch scripts, interactive shells and the like from here on
 _SPECIAL_STEPS = 2**32 - 256
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What MPICH and Intel MPI run on each host as the parent of its ranks
-_DAEMONS = ("hydra_pmi_proxy", "pmi_proxy")
 # How users of each command say where the ranks meet
 _HOW = {
     "srun": 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
@@ -139,30 +134,6 @@ def place_of(env: Mapping[str, str]) -> Place | None:
     if "RANK" in env or "WORLD_SIZE" in env:
         return _place_of_torch(env, VARIABLES)
     return None
-
-
-def launcher_process(launcher: Launcher, env: Mapping[str, str]) -> int:
-    """Return the nearest ancestor that was not started as this rank: the launcher, or its daemon.
-
-    Scripts around the rank were started as the rank.
-    """
-    own = set()
-    for name in (launcher.rank, *launcher.world_size):
-        if name in env:
-            own.add(f"{name}={env[name]}".encode())
-    pid = os.getppid()
-    while True:
-        try:
-            if Path(f"/proc/{pid}/comm").read_text().strip() in _DAEMONS:
-                return pid
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            return pid
-        fields = stat_of(pid)
-        parent = int(fields[1]) if fields else 0
-        if not own.issubset(variables) or parent == 0:
-            return pid
-        pid = parent
 
 
 def describe_start(env: Mapping[str, str]) -> dict[str, Any]:

@@ -35,11 +35,10 @@ STATEFULSET = {"RANK": "0", "WORLD_SIZE": "1"} | ADDRESS
 @pytest.mark.parametrize(
     ("variables", "script", "ends"),
     [
-        # The launcher starts the rank, or a script that stays around it, or one that replaces itself.
+        # The launcher starts the rank, or a script that replaces itself.
         (TORCHRUN, "python", "gone"),
-        (TORCHRUN, "sh -c 'python; true'", "gone"),
         pytest.param(TORCHRUN, "sh -c 'exec python'", "gone", marks=pytest.mark.full),
-        (SRUN, "sh -c 'python; true'", "gone"),
+        (SRUN, "python", "gone"),
         pytest.param(MPIRUN, "python", "gone", marks=pytest.mark.full),
         # No launcher: a shell in a pod, or a terminal that is closed
         (STATEFULSET, "python", "alive"),
