@@ -36,10 +36,10 @@ from nanoray.config import Config, Kube
 from nanoray.config.settings import FLAG
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError, require_operator
-from nanoray.kube.follow import Follower
+from nanoray.kube.follow import STARTED, Follower
 from nanoray.kube.gpus import claims_template, template_name
 from nanoray.kube.kustomize import Object, to_yaml
-from nanoray.kube.pods import troubles
+from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.program import PodProgram
 from nanoray.kube.progress import progress_of
 from nanoray.kube.ray_jobs import TERMINAL, attempts, read_log, stop
@@ -268,7 +268,17 @@ def _status(argv: list[str]) -> int:
         phase = pod.get("status", {}).get("phase", "?")
         node = pod["spec"].get("nodeName", "no node yet")
         print(f"pod    {pod_name} {phase} on {node}")
-    for trouble in troubles(pods):
+    found = troubles(pods)
+    # Until the job runs, some of its pods may be missing: its events say why.
+    owners = []
+    has_ended = status.get("jobDeploymentStatus") in TERMINAL
+    if not has_ended and (not pods or status.get("jobStatus") not in STARTED):
+        owners = [name, cluster] if cluster else [name]
+    try:
+        found += read_warnings(api, args.namespace, owners, pods, found)
+    except KubeError as error:
+        print(f"       its events cannot be read: {error}")
+    for trouble in found:
         print(f"       {trouble.pod} {trouble.text}")
     sys.stdout.flush()
 

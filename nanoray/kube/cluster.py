@@ -21,10 +21,11 @@ INSTALL = (
     "--namespace kuberay-system --create-namespace"
 )
 MANAGER = "nanoray"  # field manager of server-side apply
-# Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first and
-# applies the others.
+# Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first two
+# and applies the others.
 KINDS = {
     "Pod": ("/api/v1", "pods", True),
+    "Event": ("/api/v1", "events", True),
     "Namespace": ("/api/v1", "namespaces", False),
     "ServiceAccount": ("/api/v1", "serviceaccounts", True),
     "ConfigMap": ("/api/v1", "configmaps", True),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nanoray.kube.cluster import Api, KubeError, shorten
 from nanoray.kube.kustomize import Object
-from nanoray.kube.pods import troubles
+from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.ray_jobs import TERMINAL, attempts, read_log
 
 STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
@@ -115,7 +116,12 @@ class Follower:
                 self._print_once(f"api    {error}; trying again")
                 return
 
+        # The events are a service: an account may lack the right to read them. Until the job runs,
+        # some of its pods may be missing: its events say why.
         found = troubles(pods)
+        with suppress(KubeError):
+            owners = [cluster, self.name] if cluster and not (pods and started) else []
+            found += read_warnings(self.api, self.namespace, owners, pods, found)
         for trouble in found:
             self._print_once(f"pod    {trouble.pod} {trouble.text}")
         if started:
@@ -123,7 +129,7 @@ class Follower:
 
         fatal = [trouble for trouble in found if trouble.fatal]
         if fatal or waited_s > self.start_timeout_s:
-            reason = f"no pod says why; see kubectl -n {self.namespace} get events"
+            reason = "no pod says why; see kubectl describe"
             candidates = fatal or found
             if candidates:
                 reason = f"{candidates[0].pod} {candidates[0].text}"

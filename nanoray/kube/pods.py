@@ -1,10 +1,11 @@
-"""Read from pods why they do not run, in one line each. What only events say, kubectl shows."""
+"""Read from pods and their events why they do not run, in one line each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nanoray.kube.cluster import Api, shorten
 from nanoray.kube.kustomize import Object
 
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
@@ -36,6 +37,52 @@ def troubles(pods: list[Object]) -> list[Trouble]:
             if trouble:
                 found.append(trouble)
     return found
+
+
+def read_warnings(
+    api: Api, namespace: str, owners: list[str], pods: list[Object], explained: list[Trouble]
+) -> list[Trouble]:
+    """Return what the events say of pods that are Pending although their status has no reason.
+
+    A claim that a driver does not prepare, a volume that does not mount: the kubelet reports it in
+    events alone. Those of the pods' `owners` say why a pod was not created: a quota, the namespace's
+    Pod Security Standard. Raises KubeError.
+    """
+    known = {trouble.pod for trouble in explained}
+    silent = list(owners)
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        if pod.get("status", {}).get("phase") == "Pending" and name not in known:
+            silent.append(name)
+    if not silent:
+        return []
+
+    # The newest event counts: a warning before it is over.
+    newest: dict[str, Object] = {}
+    for event in api.get("Event", namespace)["items"]:
+        name = event["involvedObject"].get("name", "")
+        if name not in newest or _time_of(event) >= _time_of(newest[name]):
+            newest[name] = event
+    found = []
+    for name in silent:
+        event = newest.get(name, {})
+        if event.get("type") == "Warning":
+            text = f"{event.get('reason', '?')}: {shorten(event.get('message', ''))}"
+            found.append(Trouble(name, text, fatal=False))
+    return found
+
+
+def _time_of(event: Object) -> str:
+    """Return when an event was last seen, in a form that sorts."""
+    series = event.get("series") or {}
+    times = [
+        series.get("lastObservedTime"),
+        event.get("lastTimestamp"),
+        event.get("eventTime"),
+        event["metadata"].get("creationTimestamp"),
+    ]
+    # Some have fractions of a second.
+    return max(str(time or "")[:19] for time in times)
 
 
 def _scheduling_troubles(pod: str, status: Object) -> Iterator[Trouble]:

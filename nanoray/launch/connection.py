@@ -26,6 +26,7 @@ from nanoray.launch.ray_compat import (
     in_own_process_groups,
     quiet_about_deaths,
     reread_authentication,
+    without_dashboard,
 )
 from nanoray.machine.environment import environment, restored
 from nanoray.machine.host import available_cpus
@@ -47,12 +48,14 @@ SHUTDOWN_S = 30.0
 
 
 @contextmanager
-def connected(address: str, slots: Slots | None, last: bool = False) -> Iterator[None]:
+def connected(
+    address: str, slots: Slots | None, last: bool = False, dashboard: bool = True
+) -> Iterator[None]:
     """Connect to a cluster; or, given local `slots`, start a Ray here and remove it afterwards.
 
     A Ray that the calling program is connected to is used, and stays connected. `last`: the caller
     ends this process with os._exit soon afterwards, so a shared cluster sees the connection close.
-    Raises PlacementError.
+    `dashboard`: of a local Ray, which starts sooner without. Raises PlacementError.
     """
     if ray.is_initialized():
         say(f"ray    the one that this program is connected to, at {address}")
@@ -67,7 +70,7 @@ def connected(address: str, slots: Slots | None, last: bool = False) -> Iterator
         stack.enter_context(restored(*_SET_BY_RAY))
         if slots is not None:
             where = f"local, {slots.reason}"
-            context = _start(stack, slots)
+            context = _start(stack, slots, dashboard)
         else:
             where = f"cluster at {address}"
             if not last:
@@ -82,7 +85,7 @@ def connected(address: str, slots: Slots | None, last: bool = False) -> Iterator
 # A local Ray.
 
 
-def _start(stack: ExitStack, slots: Slots) -> Any:
+def _start(stack: ExitStack, slots: Slots, dashboard: bool) -> Any:
     """Start a local Ray, which `stack` removes with all that it leaves. Raises PlacementError."""
     # Its folder is in /tmp if possible: paths of sockets must be short.
     parent = "/tmp" if os.access("/tmp", os.W_OK) else None
@@ -105,11 +108,13 @@ def _start(stack: ExitStack, slots: Slots) -> Any:
             # Ray's dashboard leaves temporary files behind, so its temporary folder is Ray's own.
             start.enter_context(environment({"TMPDIR": folder}))
             start.enter_context(in_own_process_groups())
+            if not dashboard:
+                start.enter_context(without_dashboard())
             return _init(
                 "local",
                 num_cpus=max(1, int(available_cpus())),
                 num_gpus=len(slots.devices),
-                include_dashboard=True,
+                include_dashboard=dashboard,
                 dashboard_host="127.0.0.1",
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=folder,

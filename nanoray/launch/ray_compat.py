@@ -96,6 +96,22 @@ def in_own_process_groups() -> AbstractContextManager[None]:
     return _replaced(services, ConsolePopen=start)
 
 
+def without_dashboard() -> AbstractContextManager[None]:
+    """Start a local Ray, as long as this lasts, without two processes that only people look at.
+
+    The log monitor sends what workers print to the driver, which asks for nothing of it. The API
+    server answers the dashboard, `ray.util.state` and `ray job`; `ray.init` waits for it, also with
+    include_dashboard=False. Each of them takes a second of a core.
+    """
+    # The agent of the node stays complete: workers wait for a part of it in some versions of Ray.
+    node: Any = ray._private.node.Node
+
+    def skip(self: Any, **_: Any) -> None:
+        pass
+
+    return _replaced(node, start_log_monitor=skip, start_api_server=skip)
+
+
 def quiet_about_deaths() -> AbstractContextManager[None]:
     """Keep Ray's own sentence about a process that died from the console: the driver names the cause.
 

@@ -76,7 +76,7 @@ def launch(config: Config, program: RankProgram, dry_run: bool) -> int:
         variables = {"TMPDIR": tempfile.gettempdir()} | program.variables
         program = replace(program, variables=variables)
     begun = time.monotonic()
-    with connected(address, slots), catch_signals(STOPPING) as stop:
+    with connected(address, slots, dashboard=False), catch_signals(STOPPING) as stop:
         place = Placement.make(config, stop.check)
         try:
             folder = new_folder(Path(lasting_out_dir(config)).absolute(), config.name)
