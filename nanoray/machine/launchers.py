@@ -167,10 +167,11 @@ def torchrun_variables(
     run_id: str,
     restarts: int,
     max_restarts: int,
+    error_file: Path,
 ) -> dict[str, str]:
     """Return the variables that torchrun gives a rank, but for where the ranks meet.
 
-    A group is a node.
+    A group is a node. error_file: where a program of torch's `@record` reports its error.
     """
     variables = {
         "RANK": rank,
@@ -185,6 +186,7 @@ def torchrun_variables(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": restarts,
         "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+        "TORCHELASTIC_ERROR_FILE": error_file,
     }
     return {key: str(value) for key, value in variables.items()}
 

@@ -53,6 +53,7 @@ def variables_of(run: Run) -> dict[str, str]:
         run_id=run.folder.name,
         restarts=run.restarts,
         max_restarts=run.config.max_failures,
+        error_file=run.folder / "logs" / f"rank{r.slot}.error{run.restarts}.json",
     )
     has_store = r.world_size > 1
     variables["MASTER_ADDR"] = r.master_addr if has_store else LOOPBACK

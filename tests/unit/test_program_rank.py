@@ -177,6 +177,19 @@ def test_an_attempt_that_took_a_while_is_no_progress(tmp_path: Path) -> None:
     assert steps == [100, 200, 300]
 
 
+def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path) -> None:
+    nothing: Any = None
+    driver = ProgramDriver(RankProgram("script", ["x.py"], tmp_path), nothing, nothing)
+    driver._texts = [b"Traceback (most recent call last):\n  File ...\nKeyError: 'later'\n"]
+    earlier = "Traceback (most recent call last):\n  File ...\nValueError: earlier\n"
+    (tmp_path / "logs").mkdir()
+    report = {"message": {"extraInfo": {"py_callstack": earlier}}}
+    driver._error_file(0).write_text(json.dumps(report))
+    assert driver._error_of(0, 1) == ("ValueError", "earlier")
+    driver.failures.append(Failure(0, "exception", "failed: ValueError: earlier"))
+    assert driver._error_of(0, 1) == ("KeyError", "'later'")
+
+
 def test_no_value_of_a_variable_is_in_the_files_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

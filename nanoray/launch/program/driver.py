@@ -39,6 +39,7 @@ from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.launch.program.observed import RunObserver, explain_wait
 from nanoray.launch.program.rank import CONCURRENCY, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
+from nanoray.machine.atomic import read_json
 from nanoray.machine.interfaces import LOOPBACK
 from nanoray.machine.launchers import torchrun_variables
 from nanoray.machine.output import say
@@ -300,10 +301,15 @@ class ProgramDriver:
             run_id=self.program.folder.name,
             restarts=len(self.failures),
             max_restarts=self.program.max_failures,
+            error_file=self._error_file(rank),
         )
         if self.place.kind != "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         return variables
+
+    def _error_file(self, rank: int) -> Path:
+        """Return the file in which a program of torch's `@record` reports its error in this attempt."""
+        return self.program.log(rank).with_suffix(f".error{len(self.failures)}.json")
 
     # Watch.
 
@@ -433,9 +439,7 @@ class ProgramDriver:
         cause, verb, how = how_it_ended(record)
         exit_code = 128 - code if code < 0 else code
         curable = code != USAGE
-        # Python ends with 1 after an uncaught error. Before another code a program may have printed
-        # one that it did catch.
-        kind, message = self._error_of(rank) if code == 1 else ("", "")
+        kind, message = self._error_of(rank, code) if code > 0 else ("", "")
         if kind:
             cause, verb = "exception", "failed"
             how = f"{kind}: {message}" if message else kind
@@ -461,9 +465,16 @@ class ProgramDriver:
         text = self._texts[rank].decode(errors="replace")
         return "\n".join(text.splitlines()[-LINES_SHOWN:])
 
-    def _error_of(self, rank: int) -> tuple[str, str]:
-        """Return class and message of the error that a rank printed last; "" if it printed none."""
-        errors = TRACEBACK.findall(RANK_PREFIX.sub(b"", self._texts[rank]))
+    def _error_of(self, rank: int, code: int) -> tuple[str, str]:
+        """Return class and message of the error that has ended a rank's program; "" if unknown."""
+        report = read_json(self._error_file(rank)).get("message", {})
+        extra = report.get("extraInfo", {}) if isinstance(report, dict) else {}
+        text = str(extra.get("py_callstack", "")).encode()
+        # Python ends with 1 after an uncaught error. Before another code a program may
+        # have printed one that it did catch.
+        if not text and code == 1:
+            text = self._texts[rank]
+        errors = TRACEBACK.findall(RANK_PREFIX.sub(b"", text))
         if not errors:
             return "", ""
         kind, message = errors[-1]
