@@ -1,4 +1,4 @@
-"""`nanoray kube render|submit|status|logs|stop`: train on Kubernetes with KubeRay.
+"""`nanoray kube render|submit|status|logs|stop|fetch`: train on Kubernetes with KubeRay.
 
     nanoray kube submit --workers 4 --device cpu -- train.py --lr 0.1    a program, with its folder
     nanoray kube submit --config run.yaml                                a configuration of nanoray
@@ -10,6 +10,7 @@ submit   apply them, follow status and the driver's log until the job ends; exit
 status   the job, its step, loss and ETA, its pods, and what keeps them from running
 logs     the driver's log; --follow until the job ends
 stop     stop the job, which writes a checkpoint; --delete also removes its objects
+fetch    copy a run folder from the volume to this machine
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from nanoray.config import Config, Kube
 from nanoray.config.settings import FLAG
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError, require_operator
+from nanoray.kube.fetch import fetch, progress_of
 from nanoray.kube.follow import STARTED, Follower
 from nanoray.kube.gpus import claims_template, template_name
 from nanoray.kube.kustomize import Object, to_yaml
 from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.program import PodProgram
-from nanoray.kube.progress import progress_of
 from nanoray.kube.ray_jobs import TERMINAL, attempts, read_log, stop
 from nanoray.kube.render import job_name, out_dir_of, render
 
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         "status": _status,
         "logs": _logs,
         "stop": _stop,
+        "fetch": _fetch,
     }
     return run_subcommand(commands, argv, __doc__)
 
@@ -308,8 +310,8 @@ def _logs(argv: list[str]) -> int:
         print(read_log(api, args.namespace, status).rstrip("\n"))
     except KubeError as error:
         raise KubeError(
-            f"the driver's log is out of reach: {error}. Each rank's log is in the run's folder on the "
-            "volume"
+            f"the driver's log is out of reach: {error}. Each rank's log is in the run's folder: "
+            f"nanoray kube fetch {name}"
         ) from None
     return 0
 
@@ -342,6 +344,18 @@ def _stop(argv: list[str]) -> int:
             _delete(api, args.namespace, "ResourceClaimTemplate", template_name(name))
         _delete(api, args.namespace, "PodDisruptionBudget", name)
         print(f"job    {name} deleted; its runs and checkpoints are still on the volume")
+    return 0
+
+
+def _fetch(argv: list[str]) -> int:
+    parser = _parser(
+        "fetch", "copy the newest run folder of a job, with its checkpoints, to this machine"
+    )
+    parser.add_argument("-o", "--out_dir", default="runs", help="parent of the copy [runs]")
+    parser.add_argument("--run", default="", help="the run folder's name [the newest of the job]")
+    args = parser.parse_args(argv)
+    folder = fetch(Api(), args.namespace, job_name(args.name), args.run, args.out_dir)
+    print(f"files  {folder}")
     return 0
 
 

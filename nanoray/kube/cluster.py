@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from typing import Any
+from typing import Any, BinaryIO
 
 from nanoray.errors import NanorayError
 from nanoray.kube.kustomize import Object
@@ -182,10 +182,11 @@ class Api:
         pod: str,
         namespace: str,
         command: list[str],
+        into: BinaryIO | None = None,
         container: str = "",
         purpose: str = "",
     ) -> str:
-        """Run a command in a pod and return its standard output.
+        """Run a command in a pod and return its standard output, or write it to `into` as it comes.
 
         `container`: the pod's first one without it. Errors name the `purpose`, else the command.
         Raises KubeError with the command's error output, or after SILENCE_S without any output.
@@ -200,7 +201,11 @@ class Api:
         stdout = io.BytesIO()
         stderr = io.BytesIO()
         status = io.BytesIO()
-        channels = {_STDOUT: stdout, _STDERR: stderr, _STATUS: status}
+        channels: dict[bytes, BinaryIO] = {
+            _STDOUT: into or stdout,
+            _STDERR: stderr,
+            _STATUS: status,
+        }
         try:
             socket.settimeout(SILENCE_S)
             while True:
@@ -213,7 +218,7 @@ class Api:
             broken = "" if status.getvalue() else "the connection was closed"
         except WebSocketTimeoutException:
             broken = f"nothing came for {SILENCE_S:g} s"
-        except Exception as error:  # websocket's and ssl's classes
+        except Exception as error:  # websocket's and ssl's classes, a full disk
             broken = shorten(error)
         finally:
             socket.shutdown()

@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nanoray.kube.cluster import Api, KubeError, shorten
+from nanoray.kube.fetch import end_of_run
 from nanoray.kube.kustomize import Object
 from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.ray_jobs import TERMINAL, attempts, read_log
 
 STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
+_NO_JOB = ("", "")
 _QUEUED = ("Suspending", "Suspended")  # values of jobDeploymentStatus, for example by Kueue
 
 
@@ -30,7 +32,8 @@ class Follower:
     silence_s: float = 300.0
     _printed_once: set[str] = field(default_factory=set)
     _attempt: int = 0  # counts Ray jobs, from 1
-    _job: tuple[str, str] = ("", "")  # RayCluster and Ray job of this attempt
+    _job: tuple[str, str] = _NO_JOB  # RayCluster and Ray job of this attempt
+    _attempt_began: float = 0.0  # monotonic seconds at which it was first seen
     _printed_log: str = ""  # of this attempt
     _log_is_missing: bool = False  # and the reason has been printed
 
@@ -45,13 +48,20 @@ class Follower:
         last_state = ""
         started = False
         while True:
-            status: Object = self._read_job().get("status", {})
+            rayjob = self._read_job()
+            status: Object = rayjob.get("status", {})
             deployment = status.get("jobDeploymentStatus")
+
+            # Other names, or none: the operator has deleted the cluster of this attempt, with its log
+            # and with the status of its end.
+            job = (status.get("rayClusterName", ""), status.get("jobId", ""))
+            if self._job not in (_NO_JOB, job):
+                self._print_end(rayjob)
 
             # The log first, so that the lines before a job's end are printed before its end is. The
             # names are known before anything runs under them.
             if status.get("jobId") and status.get("jobStatus"):
-                if self._job != (status.get("rayClusterName", ""), status["jobId"]):
+                if job != self._job:
                     self._begin_attempt(status)
                 for line in self._new_log(status):
                     self.print_line(line)
@@ -146,7 +156,19 @@ class Follower:
         cluster = status.get("rayClusterName", "")
         job = status["jobId"]
         self._job = (cluster, job)
+        self._attempt_began = time.monotonic()
         self.print_line(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
+
+    def _print_end(self, job: Object) -> None:
+        """Print why the present attempt has ended, as the volume has it; from now on there is none."""
+        try:
+            reason = end_of_run(
+                self.api, self.namespace, job, time.monotonic() - self._attempt_began
+            )
+        except KubeError as error:
+            reason = f"not known: {error}"
+        self.print_line(f"end    of try {self._attempt}: {reason}")
+        self._job = _NO_JOB
 
     def _new_log(self, status: Object) -> Iterator[str]:
         """Yield the new lines of the driver's log; a failed request yields none."""

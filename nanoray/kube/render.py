@@ -152,6 +152,14 @@ def out_dir_of(job: Object) -> str:
     return str(arguments.partition(" ")[0].strip())
 
 
+def is_folder_of(job: str, folder: str) -> bool:
+    """Return whether a folder of the volume's runs is one that a job of this name makes.
+
+    Not those of NAME-and-more. An overlay's job has a folder of its name alone.
+    """
+    return bool(re.fullmatch(rf"{re.escape(job)}(-\d{{8}}-\d{{6}})?", folder))
+
+
 def _run_folder(config: Config, started: float) -> str:
     """Return the run's own folder on the volume, or the one that --resume names."""
     if config.resume == "none":

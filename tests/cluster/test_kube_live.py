@@ -15,16 +15,18 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoray.config import load_config
 from nanoray.kube.kustomize import to_yaml
-from nanoray.kube.render import out_dir_of, render
+from nanoray.kube.render import render
 
 NAMESPACES = ("nanoray-test", "nanoray-test-2")
 pytestmark = [pytest.mark.timeout(2400)]
@@ -224,21 +226,29 @@ def test_a_deleted_head_costs_one_attempt_and_the_run_goes_on(job: Job) -> None:
     assert int(job.status.get("failed") or 0) <= 1
 
 
-def test_the_run_of_a_failed_job_can_be_read(job: Job) -> None:
+def test_the_run_of_a_failed_job_can_be_fetched(job: Job, tmp_path: Path) -> None:
     job.apply(steps=100, retries=0, faults="nan@rank=0,step=60", on_nan="stop")
     end = time.monotonic() + 900
     while job.status.get("jobDeploymentStatus") != "Failed":
         assert time.monotonic() < end, f"{job.status}\n{job.log}"
         time.sleep(2)
     job.k("rollout", "status", "deployment/nanoray-tensorboard", "--timeout=200s")
-
-    folder = out_dir_of(json.loads(job.k("get", "rayjob", job.name, "-o", "json")))
-
-    def read(file: str) -> str:
-        script = f"cat {folder}/*/{file}"
-        return job.k("exec", "deployment/nanoray-tensorboard", "--", "sh", "-c", script)
-
-    assert json.loads(read("summary.json"))["exit_code"] == 5
-    assert '"kind": "nan"' in read("faults.jsonl"), "the fault fired"
-    assert json.loads(read("checkpoints/step_00000050/manifest.json"))
-    assert read("logs/rank0.log")
+    command = [
+        sys.executable,
+        "-m",
+        "nanoray",
+        "kube",
+        "fetch",
+        job.name,
+        "--namespace",
+        job.namespace,
+    ]
+    done = subprocess.run(
+        [*command, "--out_dir", str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = tmp_path.iterdir()
+    assert json.loads((run / "summary.json").read_text())["exit_code"] == 5
+    assert '"kind": "nan"' in (run / "faults.jsonl").read_text(), "the fault fired"
+    assert (run / "checkpoints" / "step_00000050" / "manifest.json").is_file()
+    assert (run / "logs" / "rank0.log").stat().st_size

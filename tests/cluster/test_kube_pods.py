@@ -191,6 +191,20 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     code, output = run("logs", "words")
     assert (code, "step 60/60" in output) == (0, True), output
 
+    tensorboard = {"name": "tb", "labels": {"app.kubernetes.io/name": "nanoray-tensorboard"}}
+    server.objects["pods", "nanoray", "tb"] = {
+        "metadata": tensorboard,
+        "spec": {},
+        "status": {"phase": "Running"},
+    }
+    code, output = run("fetch", "words", "--out_dir", str(tmp_path / "here"))
+    assert code == 0, output
+    (copy,) = (tmp_path / "here").iterdir()
+    assert losses(copy) == losses(folder)
+    assert sorted(p.name for p in copy.rglob("*")) == sorted(p.name for p in folder.rglob("*"))
+    code, output = run("fetch", "words", "--out_dir", str(tmp_path / "here"))
+    assert (code, "is there already" in output) == (4, True), output
+
 
 @pytest.mark.full
 def test_a_deleted_worker_pod_costs_only_its_rank(
