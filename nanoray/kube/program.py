@@ -15,12 +15,13 @@ from typing import Any
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.kube.folder import ProgramFolder, size_text
 from nanoray.kube.kustomize import Object
 from nanoray.launch.program.flags import ProgramCommand, build_parser
+from nanoray.launch.program.folder import ProgramFolder, size_text
 
 CODE = "/data/code"  # on the volume
 ARCHIVE = "program.tar.gz"  # in the ConfigMap
+MOST_PACKED = 2**20  # a ConfigMap's limit, which its API server checks
 # Flags that the pods or the entrypoint decide
 _OF_THE_PODS = ("workers", "device", "out_dir", "ray_address", "name", "placement_timeout_s")
 
@@ -58,7 +59,8 @@ class PodProgram:
         folder = ProgramFolder.of(command.kind, words, command.config.out_dir)
         if folder is None:
             return cls(command.config, command.kind, words, flags, command.dry_run, "", b"")
-        archive = folder.pack()
+        remedy = "bring the folder in the image (--image) and give the script's path there"
+        archive = folder.pack(MOST_PACKED, "a ConfigMap", remedy)
         shipped = f"{folder.describe()}, packed {size_text(len(archive))}"
         return cls(
             command.config, command.kind, folder.words, flags, command.dry_run, shipped, archive

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -268,52 +267,57 @@ def test_a_host_with_a_rank_is_cut_off_and_comes_back(hosts: Hosts, here: Path, 
     assert_same_run(hosts.volume / "runs", here)
 
 
-# Its rank on the other host fails once
-SCRIPT = """
-import os
+# A program of two files that asks for all that is around it; its rank on the other host fails once
+PROJECT = {
+    "train.py": """
+import os, sys
 import torch, torch.distributed as dist
+from helpers.speak import speak
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-print("said", os.getcwd(), int(total))
+speak(open("conf/words.txt").read(), sys.argv, os.getcwd(), int(total))
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise ValueError("a bad value")
 dist.barrier()
 dist.destroy_process_group()
-"""
+""",
+    "helpers/speak.py": "def speak(*words): print('said', *words)",
+    "conf/words.txt": "hello",
+    ".env": "SECRET=1",
+    "__pycache__/old.pyc": "",
+}
 
 
 @pytest.mark.full
-def test_a_host_without_the_script_is_named_and_logs_come_back(tmp_path: Path) -> None:
+def test_a_folder_that_one_host_has_travels_and_the_logs_come_back(tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)
     with Hosts(tmp_path, shared=False) as hosts:
         ray_on(hosts, "alpha", "beta")
+        for name, text in PROJECT.items():
+            file = hosts.data("alpha") / "mine" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
         flags = "--workers 2 --device cpu --placement spread --out_dir /data/runs"
-        command = f"cd /data/mine; python -m nanoray run {flags} train.py"
-
-        def write_script(host: str) -> None:
-            folder = hosts.data(host) / "mine"
-            folder.mkdir(parents=True)
-            (folder / "train.py").write_text(SCRIPT)
-
-        write_script("alpha")
-        log = tmp_path / "refused.log"
-        assert start_on(hosts.pods["alpha"], command, log).wait(150) == 3, log.read_text()
-        assert "does not see /data/mine/train.py; put it on storage" in log.read_text()
-        for name in ("alpha", "beta"):
-            shutil.rmtree(hosts.data(name) / "runs")
-
-        write_script("beta")
         log = tmp_path / "run.log"
+        command = f"cd /data/mine; python -m nanoray run {flags} train.py --lr 1"
         output = wait_for_end(start_on(hosts.pods["alpha"], command, log), log)
-        assert "failed: ValueError: a bad value" in output
+
         here, there = (only_run(hosts.data(name) / "runs") for name in ("alpha", "beta"))
+        assert "send   /data/mine: 3 files, 0.4 KiB, to " in output, output
+        assert "failed: ValueError: a bad value" in output
+        copied = {p.relative_to(there / "code").as_posix() for p in (there / "code").rglob("*.*")}
+        assert copied & PROJECT.keys() == {"conf/words.txt", "helpers/speak.py", "train.py"}
         (away,) = [path.name for path in (there / "logs").glob("*.log")]
-        assert (here / "logs" / away).read_text() == (there / "logs" / away).read_text()
         for rank in range(2):
             text = (here / "logs" / f"rank{rank}.log").read_text()
-            assert text.splitlines().count("said /data/mine 2") == 2, text
+            folder, script = "/data/mine", "/data/mine/train.py"
+            if away == f"rank{rank}.log":
+                assert text == (there / "logs" / away).read_text()
+                folder, script = f"/data/runs/{there.name}/code", "train.py"
+            said = f"said hello ['{script}', '--lr', '1'] {folder} 2"
+            assert text.splitlines().count(said) == 2, text
 
 
 # ---- Kubernetes without Ray ----------------------------------------------------------------------

@@ -21,6 +21,7 @@ from nanoray.launch.placement import START_TIMEOUT_S, Placement, slots_here
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.files import write_outcome, write_program
 from nanoray.launch.program.flags import KEYS, ProgramCommand, require_script
+from nanoray.launch.program.folder import ProgramFolder
 from nanoray.launch.signals import catch_signals
 from nanoray.machine.launchers import refuse_many_starts
 from nanoray.machine.output import say
@@ -39,11 +40,14 @@ def run(argv: list[str]) -> int:
     """Run a program as a command line says, and return its exit code. Raises NanorayError."""
     command = ProgramCommand.parse(argv)
     config, words = command.config, command.words
+    folder = None
     if command.kind == "script":
         require_script(words[0])
-        # Of a Ray job each node has a copy of the folder, in which the same relative path holds.
-        if not in_copy_of_job():
-            words = [str(Path(words[0]).resolve()), *words[1:]]
+    # Of a Ray job each node has a copy of the folder, in which the same relative path holds.
+    if not in_copy_of_job():
+        folder = ProgramFolder.of(command.kind, words, config.out_dir)
+    if command.kind == "script" and (folder or Path(words[0]).is_absolute()):
+        words = [str(Path(words[0]).resolve()), *words[1:]]
     program = RankProgram(
         command.kind,
         words,
@@ -53,6 +57,7 @@ def run(argv: list[str]) -> int:
         command.hang_timeout_s,
         command.grace_s,
         command.tee,
+        folder,
         trace_every=command.trace_every,
         start_timeout_s=max(START_TIMEOUT_S, config.placement_timeout_s),
     )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
 
-from nanoray.errors import PlacementError
+from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import (
     Failure,
@@ -36,6 +36,7 @@ from nanoray.faults.cause import (
 )
 from nanoray.launch.caller import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
+from nanoray.launch.program.folder import ProgramFolder, digest
 from nanoray.launch.program.observed import RunObserver, explain_wait
 from nanoray.launch.program.rank import CONCURRENCY, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
@@ -65,6 +66,7 @@ TRACEBACK = re.compile(
     rb'(?:Traceback \(most recent call last\):|  File ".+", line \d+)\n'
     rb"(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
 )
+MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
 # Where the thread that got the signal is, of the stacks that faulthandler writes
 CURRENT = re.compile(rb'Current thread .*\n  File "([^"]+)", line (\d+) in (\S+)')
 STACKS_S = 5.0  # for the ranks of a busy machine to write them
@@ -84,6 +86,7 @@ class RankProgram:
     hang_timeout_s: float = 600.0  # 0: no rank is taken for hung
     grace_s: float = 30.0  # between SIGTERM and SIGKILL
     tee: str = "0"  # whose output is shown: 0 | all
+    code: ProgramFolder | None = None  # what nodes without it get a copy of
     trace_every: int = 0  # of this number of steps two are noted, after the first ones; 0: none
     start_timeout_s: float = START_TIMEOUT_S  # for all ranks' processes, also after a node is lost
 
@@ -197,6 +200,7 @@ class ProgramDriver:
             log = str(self.program.log(rank))
             self.actors.append(actor.remote(log, threads, warm, self.program.variables))
         self._describe(script)
+        self._send_folder()
         self._offsets = [facts["printed"] for facts in self.facts]
         self._texts = [b""] * len(self.actors)
         self._new = [b""] * len(self.actors)
@@ -214,11 +218,50 @@ class ProgramDriver:
         finally:
             marker.unlink()
         for rank, facts in enumerate(self.facts):
-            if not facts["sees"]:
+            facts["words"] = self.program.words
+            if not facts["sees"] and self.program.code is None:
                 raise PlacementError(
                     f"rank {rank}, on {facts['ip']}, does not see {script}; put it on storage that "
                     "all nodes share, or below the folder of `ray job submit --working-dir FOLDER`"
                 )
+
+    def _send_folder(self) -> None:
+        """Send the program's folder to the nodes that do not have the same files.
+
+        Such a node keeps it in the run's folder, with what the program writes there. Raises ConfigError.
+        """
+        code = self.program.code
+        own_node = ray.get_runtime_context().get_node_id()
+        others = {f["node"]: rank for rank, f in enumerate(self.facts) if f["node"] != own_node}
+        if code is None or not others:
+            return
+        try:
+            files = code.files
+        except ConfigError:
+            if all(facts["sees"] for facts in self.facts):
+                return  # too many to compare, but the script is there
+            raise
+        asked = [self.actors[rank].digest.remote(str(code.path), files) for rank in others.values()]
+        found = ray.get(asked, timeout=START_TIMEOUT_S)
+        expected = digest(code.path, files)
+        nodes = {
+            node: rank
+            for (node, rank), theirs in zip(others.items(), found, strict=True)
+            if theirs != expected
+        }
+        if not nodes:
+            return
+
+        archive = code.pack(MOST_SENT, "a node", "put the folder on storage that all nodes share")
+        copy = str(self.program.folder / "code")
+        addresses = ", ".join(self.facts[rank]["ip"] for rank in nodes.values())
+        say(f"send   {code.describe()}, to {addresses}: {copy}")
+        packed = ray.put(archive)
+        sent = [self.actors[rank].unpack.remote(packed, copy) for rank in nodes.values()]
+        ray.get(sent, timeout=START_TIMEOUT_S)
+        for facts in self.facts:
+            if facts["node"] in nodes:
+                facts |= {"folder": copy, "words": code.words}
 
     def _wait_for(self, refs: list[Any]) -> list[Any]:
         """Return what actors answer that are starting. Raises StopRequestedNow, PlacementError, RayError."""
@@ -246,7 +289,7 @@ class ProgramDriver:
         for rank, actor in enumerate(self.actors):
             order = {
                 "kind": self.program.kind,
-                "words": self.program.words,
+                "words": self.facts[rank]["words"],
                 "folder": self.facts[rank]["folder"],
                 "trace": self._trace_of(rank),
             }

@@ -23,6 +23,7 @@ import ray
 from nanoray.faults.exit_record import oom_kills
 from nanoray.launch.devices import bound_devices
 from nanoray.launch.program.counts import Counts
+from nanoray.launch.program.folder import digest, unpack
 from nanoray.launch.program.observed import RankObserver
 from nanoray.machine.interfaces import free_port, interface_for_gloo
 from nanoray.machine.proc import session_members
@@ -95,6 +96,14 @@ class ProgramRank:
             "printed": self._printed,
             "sees": Path(script).exists() if script else True,
         }
+
+    def digest(self, folder: str, files: list[str]) -> str:
+        """Return a hash of files of this node; empty where one is missing."""
+        return digest(Path(folder), files)
+
+    def unpack(self, archive: bytes, folder: str) -> None:
+        """Unpack the program's folder on this node."""
+        unpack(archive, Path(folder))
 
     def free_port(self) -> int:
         """Return a port of this node that nothing listens on."""

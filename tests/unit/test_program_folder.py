@@ -1,17 +1,15 @@
-"""The folder of a program that travels to pods: which of its files."""
+"""The folder of a program that travels to other machines: which files, and what they are afterwards."""
 
 from __future__ import annotations
 
-import io
 import shutil
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from nanoray.errors import ConfigError
-from nanoray.kube.folder import ProgramFolder
+from nanoray.launch.program.folder import ProgramFolder, digest, unpack
 
 FILES = ("train.py", "lib/model.py", "conf/a.yaml")
 STAY = ("data.bin", ".env", ".git/x", "lib/__pycache__/m.pyc", "venv/pyvenv.cfg", "venv/x.py")
@@ -31,15 +29,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("repository", [False, True])
-def test_what_git_would_add_travels(project: Path, repository: bool) -> None:
+def test_what_git_would_add_travels(project: Path, repository: bool, tmp_path: Path) -> None:
     if repository:
         subprocess.run(["git", "init", "--quiet"], check=True)
     folder = ProgramFolder.of("script", ["train.py", "--lr", "1"], "runs")
     assert folder
     assert folder.files == sorted(FILES)
-    with tarfile.open(fileobj=io.BytesIO(folder.pack()), mode="r:gz") as archive:
-        packed = {m.name: archive.extractfile(m).read().decode() for m in archive}  # type: ignore[union-attr]
-    assert packed == {name: name for name in FILES}
+    copy = tmp_path / "copy"
+    unpack(folder.pack(2**20, "a node", ""), copy)
+    assert sorted(p.name for p in copy.rglob("*.*")) == sorted(Path(name).name for name in FILES)
+
+    # Another content, or a file that is missing, is another folder
+    assert digest(project, folder.files) == digest(copy, folder.files)
+    (copy / "lib" / "model.py").write_text("another")
+    assert digest(project, folder.files) != digest(copy, folder.files)
+    (copy / "lib" / "model.py").unlink()
+    assert digest(copy, folder.files) == ""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,5 @@ def test_a_folder_that_is_too_large_names_what_is_large(project: Path) -> None:
     (project / "words.txt").write_bytes(bytes(range(256)) * 40)
     folder = ProgramFolder.of("script", ["train.py"], "runs")
     assert folder
-    with pytest.raises(
-        ConfigError, match=r"but a ConfigMap takes 0\.1 KiB; .*words\.txt 10\.0 KiB"
-    ):
-        folder.pack(100)
+    with pytest.raises(ConfigError, match=r"but a node takes 0\.1 KiB; .*words\.txt 10\.0 KiB"):
+        folder.pack(100, "a node", "put it on shared storage")

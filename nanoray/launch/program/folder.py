@@ -1,4 +1,4 @@
-"""The folder of a program: which of its files travel to the pods, as one archive in a ConfigMap.
+"""The folder of a program: which of its files travel to machines that do not have them, as one archive.
 
 What travels is what git would add, in a repository or not: nothing that .gitignore names. Files and
 folders that begin with a dot, caches, virtual environments and the folder of runs stay, too.
@@ -6,11 +6,14 @@ folders that begin with a dot, caches, virtual environments and the folder of ru
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
+import shutil
 import subprocess
 import tarfile
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -20,7 +23,6 @@ from nanoray.errors import ConfigError
 # The folder of a program has less; one with more is a home, or has the data in it.
 MOST_FILES = 10_000
 MOST_BYTES = 2**30
-MOST_PACKED = 2**20  # a ConfigMap's limit, which its API server checks
 _CACHES = ("__pycache__", "node_modules")
 
 
@@ -107,8 +109,11 @@ class ProgramFolder:
         """Return what travels: the folder, its files and their size."""
         return f"{self.path}: {len(self.files)} files, {size_text(self.size)}"
 
-    def pack(self, limit: int = MOST_PACKED) -> bytes:
-        """Return the files as a gzip'd tar archive. Raises ConfigError for more than `limit` bytes."""
+    def pack(self, limit: int, where: str, remedy: str) -> bytes:
+        """Return the files as a gzip'd tar archive.
+
+        Raises ConfigError where it has more than `limit` bytes, and `where` takes no more.
+        """
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz", dereference=True) as archive:
             for name in self.files:
@@ -119,11 +124,37 @@ class ProgramFolder:
         largest = sorted(self.files, key=lambda name: -(self.path / name).stat().st_size)[:3]
         sizes = [f"{name} {size_text((self.path / name).stat().st_size)}" for name in largest]
         raise ConfigError(
-            f"{self.describe()}, packed {size_text(len(found))}, but a ConfigMap takes "
+            f"{self.describe()}, packed {size_text(len(found))}, but {where} takes "
             f"{size_text(limit)}; start the command in the program's own folder, name in .gitignore "
-            f"what it does not need (the largest: {', '.join(sizes)}), or bring the folder in the "
-            "image (--image) and give the script's path there"
+            f"what it does not need (the largest: {', '.join(sizes)}), or {remedy}"
         )
+
+
+def digest(folder: Path, files: list[str]) -> str:
+    """Return a hash of the names and contents of files; empty where one is missing."""
+    found = hashlib.sha256()
+    try:
+        for name in files:
+            content = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            found.update(f"{name}\0{content}\n".encode(errors="surrogateescape"))
+    except OSError:
+        return ""
+    return found.hexdigest()
+
+
+def unpack(archive: bytes, folder: Path) -> None:
+    """Unpack an archive into a folder, which appears when it is complete; one that exists is kept."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".code-", dir=folder.parent))
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
+            packed.extractall(temporary, filter="data")
+        with suppress(FileExistsError):  # another rank on this storage was faster
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def size_text(size: int) -> str:
