@@ -19,12 +19,12 @@ import torch
 from nanoray.bench.harness import processes
 from tests.harness import commands, leaks
 from tests.harness.cluster import commands_end_here
-from tests.harness.fixtures import kubectl, lines_are_printed, own_cache, shakespeare, text
+from tests.harness.fixtures import kubectl, own_cache, shakespeare, text
 from tests.harness.forked_python import forked_python
 from tests.harness.ranks import TINY, end_ranks
 from tests.harness.ray_workers import forked_workers
 
-__all__ = ["kubectl", "lines_are_printed", "own_cache", "shakespeare", "text"]  # fixtures
+__all__ = ["kubectl", "own_cache", "shakespeare", "text"]  # fixtures
 
 # The threads of a command that wait for each other would spin, and take the cores from the tests
 # beside it.

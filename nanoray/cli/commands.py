@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from nanoray.cli.flags import Loaded, parse_args
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.machine.output import as_command, lasting_output, say_error
+from nanoray.machine.output import lasting_output
 
 
 def run_command(
@@ -30,23 +30,23 @@ def run_command(
     return exit_code_of(lambda: run(parse_args(words, prog, about, None, elsewhere), started))
 
 
-def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int:
+def exit_code_of(run: Callable[[], int | None]) -> int:
     """Run a command and return its exit code; None from `run` is 0.
 
     The error of nanoray, or of a file, is printed as one line. The output may be cut off, by `head`
-    for instance, without a traceback. `in_program`: a program has called it, whose logging may
-    receive the lines.
+    for instance, without a traceback.
     """
-    with lasting_output(), nullcontext() if in_program else as_command():
+    with lasting_output():
         try:
             return run() or 0
         except NanorayError as error:
-            say_error(f"error: {error}")
+            print(f"error: {error}", file=sys.stderr, flush=True)
             return error.exit_code
         except OSError as error:
             if error.filename is None:
                 raise
-            say_error(f"error: {error.filename}: {error.strerror}; check the path and its disk")
+            what = f"{error.filename}: {error.strerror}"
+            print(f"error: {what}; check the path and its disk", file=sys.stderr, flush=True)
             return 1
 
 

@@ -30,7 +30,7 @@ def launch_from_script(
     in this process and ends at `fit`, which prints the memory of a rank by part.
     """
     started = time.time()
-    return exit_code_of(lambda: _launch(main, dict(config), ray, started), in_program=True)
+    return exit_code_of(lambda: _launch(main, dict(config), ray, started))
 
 
 def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, started: float) -> int:

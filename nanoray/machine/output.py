@@ -1,90 +1,25 @@
-"""What nanoray says to its user, and output that cannot end a command.
+"""What nanoray prints, and output that cannot end a command.
 
-A line goes to one place: to the logging of the program that uses nanoray, if that takes it, else to
-the console. The loggers are `nanoray`, and `nanoray.steps` for the line of each logged step. Our own
-commands print. What a rank does beside that is in its log file (logger `nanoray.rank`).
-
-A closed pipe, a full disk or a lost terminal only mute a command.
+What a rank does beside that is in its log file (logger `nanoray.rank`). A closed pipe, a full disk
+or a lost terminal only mute a command.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-LINES = "nanoray"  # the logger of what is said
-STEPS = "nanoray.steps"  # and of the lines of steps, with their metrics as `record.metrics`
-# First words of lines about trouble
-TROUBLE = ("warning", "failure", "drain", "stop")
 
-
-def say(text: str, logger: str = LINES, metrics: Mapping[str, Any] | None = None) -> None:
-    """Give a line, or several, to the program's logging if it takes them; else print them.
-
-    `metrics` is an attribute of the log record, for handlers that write more than texts.
-    """
-    words = text.split(maxsplit=1)
-    level = logging.INFO
-    if words and words[0].rstrip(":") in TROUBLE:
-        level = logging.WARNING
-    if is_taken(level, logger):
-        logging.getLogger(logger).log(level, "%s", text.strip("\n"), extra={"metrics": metrics})
-    else:
-        print(_marked(text, words), flush=True)
-
-
-def _marked(text: str, words: list[str]) -> str:
-    """Return a text whose first word is red on a terminal, where that is `failure`."""
-    if words[:1] != ["failure"] or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    return text.replace("failure", "\033[31mfailure\033[0m", 1)
-
-
-def say_error(text: str) -> None:
-    """Give the line of an error to the program's logging if it takes it; else print it on stderr."""
-    if is_taken(logging.ERROR, LINES):
-        logging.getLogger(LINES).error("%s", text)
-    else:
-        print(text, file=sys.stderr, flush=True)
-
-
-def is_taken(level: int, name: str = LINES) -> bool:
-    """Return whether a handler of the program takes the records of a logger at a level.
-
-    With `logging.basicConfig()` alone that is so from WARNING on.
-    """
-    logger: logging.Logger | None = logging.getLogger(name)
-    assert logger is not None
-    is_printed = any(isinstance(mark, Printed) for mark in logging.getLogger(LINES).handlers)
-    if is_printed or not logger.isEnabledFor(level):
-        return False
-    while logger is not None:
-        for handler in logger.handlers:
-            if level >= handler.level and not isinstance(handler, logging.NullHandler):
-                return True
-        logger = logger.parent if logger.propagate else None
-    return False
-
-
-class Printed(logging.NullHandler):
-    """Marks on the logger that its lines are printed: this process is a command of ours."""
-
-
-@contextmanager
-def as_command() -> Iterator[None]:
-    """Print all lines meanwhile, also where an imported library has a handler on the root logger."""
-    logger = logging.getLogger(LINES)
-    mark = Printed()
-    logger.addHandler(mark)
-    try:
-        yield
-    finally:
-        logger.removeHandler(mark)
+def say(text: str) -> None:
+    """Print a line, or several. On a terminal a first word `failure` is red."""
+    is_failure = text.split(maxsplit=1)[:1] == ["failure"]
+    if is_failure and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        text = text.replace("failure", "\033[31mfailure\033[0m", 1)
+    print(text, flush=True)
 
 
 class LastingStream:

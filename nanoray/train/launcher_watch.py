@@ -3,6 +3,7 @@
 Their ranks are of no use without them: nothing would end them, or collect how they ended. So a rank
 whose launcher is gone stops after the step, with a checkpoint, as it does on Ray without a driver.
 A process that no launcher started may outlive its parent: a shell that ran `nohup ... &`, setsid.
+So may a rank below a script that the launcher started and that does not `exec` it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from nanoray.machine.launchers import Place, launcher_process
-from nanoray.machine.proc import start_time
+from nanoray.machine.launchers import Place
 
-CHECK_S = 1.0  # how often the launcher's entry in /proc is read
+CHECK_S = 1.0  # how often this process asks who its parent is
 
 
 def watch_launcher(place: Place | None, on_end: Callable[[str], None]) -> None:
@@ -25,14 +25,11 @@ def watch_launcher(place: Place | None, on_end: Callable[[str], None]) -> None:
     """
     if place is None or not place.supervised:
         return
-    parent = os.getppid()
-    launcher = launcher_process(place.launcher, os.environ)
-    started = start_time(launcher)
+    parent = os.getppid()  # the launcher, or its daemon on this host
 
     def wait_for_end() -> None:
-        # An orphan gets another parent. Scripts between this process and the launcher may live on.
-        while os.getppid() == parent and start_time(launcher) == started:
+        while os.getppid() == parent:  # an orphan gets another one
             time.sleep(CHECK_S)
-        on_end(f"{place.launcher.command} (pid {launcher})")
+        on_end(f"{place.launcher.command} (pid {parent})")
 
     threading.Thread(target=wait_for_end, name="nanoray-launcher", daemon=True).start()

@@ -10,13 +10,10 @@ import itertools
 import os
 import random
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from nanoray.machine.output import as_command
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
     os.environ.pop(variable, None)
@@ -35,13 +32,6 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path(tempfile.gettempdir(), f"cache-{os.getpid()}-{next(_caches)}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def lines_are_printed() -> Iterator[None]:
-    """pytest's handler of the root logger is not the logging of a program that uses nanoray."""
-    with as_command():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config.settings import public
 from nanoray.machine.metrics import check_record
-from nanoray.machine.output import STEPS, say
+from nanoray.machine.output import say
 from nanoray.machine.text import clock, short
 from nanoray.observe.track.observer import Observer
 from nanoray.observe.track.tracking import TRACKERS, Tracking
@@ -39,7 +39,7 @@ class Console(Observer):
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Print one aligned line."""
-        say(self.line(record), STEPS, record)
+        say(self.line(record))
 
     def on_output(self, name: str, line: str) -> None:
         """Print a line that a script on rank 0 has written to its stdout or stderr."""
