@@ -351,6 +351,8 @@ def _nothing() -> None:
 def measure_offsets(mesh: Mesh) -> list[ClockOffset]:
     """Return every rank's clock offset from rank 0; valid on rank 0 only. (all ranks)
 
+    The uncertainty is 0 for ranks on rank 0's host and above 0 for others, on every rank.
+
     Processes of one host share a clock, so rank 0 compares its clock with one rank of each other
     host CLOCK_ROUNDS times and takes the fastest answer; the error is at most half of that round
     trip (Cristian 1989). Takes about a millisecond per host on one switch.

@@ -16,7 +16,6 @@ from nanoray.observe.trace.comm_log import CommLog
 from nanoray.observe.trace.costs import ClockOffset
 from nanoray.observe.trace.recorder import (
     CommRecorder,
-    clock_domain,
     measure_offsets,
     wait_for,
 )
@@ -49,16 +48,12 @@ class Tracing:
         self._mesh = mesh
         self._note = note
         self._offsets: list[ClockOffset] = []
-        self._hosts = 1
         self._next_offsets = 0  # step of the next comparison of clocks
 
     def begin_run(self) -> None:
         """Compare clocks. (all ranks)"""
         self._recorder.prepare()
         self._offsets = measure_offsets(self._mesh)
-        # Rank 0 alone receives the hosts of all ranks, and counts them.
-        hosts = self._mesh.gather(clock_domain())
-        self._hosts = self._mesh.broadcast(len(set(hosts)) if hosts else 0)
 
     def begin_step(self, step: int) -> None:
         """Send a traced step through the wrapper that notes its collectives. (all ranks)"""
@@ -90,8 +85,9 @@ class Tracing:
         metrics: dict[str, Any] = {}
         if own_notes:
             # Clocks of different hosts drift apart.
+            several_hosts = any(offset.uncertainty for offset in self._offsets)
             newest_step = own_notes[-1]["step"]
-            if self._hosts > 1 and newest_step >= self._next_offsets:
+            if several_hosts and newest_step >= self._next_offsets:
                 self._offsets = measure_offsets(self._mesh)
                 self._next_offsets = newest_step + OFFSETS_EVERY
 
