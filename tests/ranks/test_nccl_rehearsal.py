@@ -16,7 +16,6 @@ import pytest
 
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
-from tests.harness.nccl_assumptions import rests_on
 from tests.harness.nccl_stand_in import BACKEND, REMOTE_ERROR
 from tests.harness.ranks import make_spec
 from tests.ranks.test_abort import PATIENT, left_after, obeys
@@ -26,7 +25,6 @@ __all__ = ["clean"]  # the fixture
 ABORTS: dict[str, Any] = {"backend": BACKEND, "abort_nccl": True}
 
 
-@rests_on("A13")
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
@@ -48,7 +46,6 @@ def test_a_healthy_run_has_the_bits_of_gloo(
     ended_well(spec, outcome, clean(world, **settings), 0)
 
 
-@rests_on("A1", "A2", "A3", "A4", "A9", "A13")
 @pytest.mark.parametrize(
     ("plan", "recoveries"),
     [
@@ -80,7 +77,6 @@ def test_ranks_are_lost(
 
 
 @pytest.mark.full
-@rests_on("A1", "A2", "A3", "A9", "A13")
 def test_wrong_sums_reach_no_weight_in_a_step_that_is_not_logged(
     text: Path, tmp_path: Path, clean: Clean
 ) -> None:
@@ -97,7 +93,6 @@ def test_wrong_sums_reach_no_weight_in_a_step_that_is_not_logged(
     assert equal(final(spec), final(clean(3, **seldom)))
 
 
-@rests_on("A1", "A2", "A3", "A6", "A9", "A13")
 @pytest.mark.full
 def test_several_communicators_wait_for_the_lost_rank(
     text: Path, tmp_path: Path, clean: Clean
@@ -110,7 +105,6 @@ def test_several_communicators_wait_for_the_lost_rank(
     ended_well(spec, outcome, clean(4, cp=2), 1)
 
 
-@rests_on("A1", "A2", "A3", "A9", "A12", "A13")
 @pytest.mark.parametrize(
     "phase",
     [
@@ -139,7 +133,6 @@ def the_network_reports() -> None:
     os.environ[REMOTE_ERROR] = "1"
 
 
-@rests_on("A1", "A4", "A5", "A9", "A10", "A13")
 @pytest.mark.full
 def test_the_network_reports_a_lost_rank(text: Path, tmp_path: Path, clean: Clean) -> None:
     """The next collective raises the error, no process ends, and survivors leave by the order."""
