@@ -94,21 +94,8 @@ def hub_folder(folder: Path, model: nn.Module) -> Path:
     return folder
 
 
-def several_files(folder: Path, model: nn.Module) -> Path:
-    """As large models come: several files and an index."""
-    model.save_pretrained(folder, max_shard_size="40KB")  # type: ignore[operator]
-    assert (folder / "model.safetensors.index.json").is_file()
-    return folder
-
-
-def bin_file(folder: Path, model: nn.Module) -> Path:
-    """As torch.save wrote it before there was safetensors."""
-    write_config(folder, model)
-    torch.save(tensors_of(model), folder / "pytorch_model.bin")
-    return folder
-
-
 def bin_files(folder: Path, model: nn.Module) -> Path:
+    """As torch.save wrote large models before there was safetensors: several files and an index."""
     write_config(folder, model)
     places = {}
     for number, name in enumerate(tensors_of(model)):

@@ -67,8 +67,6 @@ def begun_with(path: Path, vocab_size: int = VOCAB, **overrides: Any) -> GPT:
 KINDS: dict[str, foreign.Maker] = {
     "one file": foreign.one_file,
     "the hub's first files": foreign.hub_folder,
-    "several files": foreign.several_files,
-    "bin": foreign.bin_file,
     "several bins": foreign.bin_files,
 }
 
