@@ -7,7 +7,6 @@ same with Ray and its driver.
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,64 +15,13 @@ import pytest
 
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
-from tests.harness.nccl_stand_in import BACKEND, REMOTE_ERROR
+from tests.harness.nccl_stand_in import BACKEND
 from tests.harness.ranks import make_spec
 from tests.ranks.test_abort import PATIENT, left_after, obeys
 from tests.ranks.test_mirror import RECIPE, Clean, clean, ended_well, fired
 
 __all__ = ["clean"]  # the fixture
 ABORTS: dict[str, Any] = {"backend": BACKEND, "abort_nccl": True}
-
-
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [
-        pytest.param(3, {}, marks=pytest.mark.full),
-        pytest.param(3, {"dp_mode": "ddp_by_hand"}, marks=pytest.mark.full),
-        pytest.param(3, {"dp_mode": "zero1"}, marks=pytest.mark.full),
-        pytest.param(3, {"dp_mode": "fsdp"}, marks=pytest.mark.full),
-        pytest.param(4, {"cp": 2}, marks=pytest.mark.full),
-        pytest.param(4, {"tp": 2}, marks=pytest.mark.full),
-        pytest.param(2, {"pp": 2, "grad_accum_steps": 2}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_a_healthy_run_has_the_bits_of_gloo(
-    text: Path, tmp_path: Path, clean: Clean, world: int, settings: dict[str, Any]
-) -> None:
-    spec = make_spec(text, tmp_path, **RECIPE | settings | {"backend": BACKEND})
-    outcome = run_elastic(spec, world, backend=BACKEND)
-    ended_well(spec, outcome, clean(world, **settings), 0)
-
-
-@pytest.mark.parametrize(
-    ("plan", "recoveries"),
-    [
-        pytest.param("kill@rank=1,step=5,phase=backward", 1, marks=pytest.mark.full),
-        pytest.param("kill@rank=0,step=5,phase=backward", 1, marks=pytest.mark.full),
-        pytest.param("kill@rank=1,step=4,phase=eval", 1, marks=pytest.mark.full),
-        pytest.param("kill@rank=1,step=4,phase=checkpoint", 1, marks=pytest.mark.full),
-        pytest.param("kill@rank=2,step=4,phase=exchange_vote", 1, marks=pytest.mark.full),
-        pytest.param("kill@rank=2,step=3,phase=exchange_objects", 1, marks=pytest.mark.full),
-        pytest.param(
-            "kill@rank=1,step=5,phase=backward;kill@rank=2,step=5,phase=shared",
-            2,
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            "kill@rank=1,step=5,phase=backward;kill@rank=2,step=5,phase=backward",
-            1,
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_ranks_are_lost(
-    text: Path, tmp_path: Path, clean: Clean, plan: str, recoveries: int
-) -> None:
-    spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | {"faults": plan})
-    outcome = run_elastic(spec, 3, backend=BACKEND, timeout_s=100)
-    assert len(fired(spec)) == plan.count("@")
-    ended_well(spec, outcome, clean(3), recoveries)
 
 
 @pytest.mark.full
@@ -127,18 +75,3 @@ def test_the_others_leave_a_frozen_rank(
     assert fired(spec) == [phase]
     ended_well(spec, outcome, clean(3), 1)
     assert max(left_after(spec, slot) for slot in (0, 2)) < 30
-
-
-def the_network_reports() -> None:
-    os.environ[REMOTE_ERROR] = "1"
-
-
-@pytest.mark.full
-def test_the_network_reports_a_lost_rank(text: Path, tmp_path: Path, clean: Clean) -> None:
-    """The next collective raises the error, no process ends, and survivors leave by the order."""
-    plan = "kill@rank=1,step=5,phase=backward"
-    spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | {"faults": plan})
-    patches = dict.fromkeys(range(3), the_network_reports)
-    outcome = run_elastic(spec, 3, patches=patches, backend=BACKEND, timeout_s=100)
-    assert fired(spec) == ["backward"]
-    ended_well(spec, outcome, clean(3), 1)
