@@ -108,23 +108,15 @@ def bin_files(folder: Path, model: nn.Module) -> Path:
     return folder
 
 
-def nanogpt_checkpoint(
-    path: Path, model: nn.Module, compiled: bool = False, first: bool = False, **more: Any
-) -> Path:
-    """As nanoGPT's train.py writes ckpt.pt; `compiled`: with torch.compile's names; `first`: as the
-    first versions did, with masks and without the key `bias`.
-    """
+def nanogpt_checkpoint(path: Path, model: nn.Module, compiled: bool = False, **more: Any) -> Path:
+    """As nanoGPT's train.py writes ckpt.pt; `compiled`: with torch.compile's names."""
     tensors = {}
     for name, tensor in tensors_of(model).items():
         is_linear = ".h." in name and tensor.dim() == 2
         tensors[name] = tensor.t().contiguous() if is_linear else tensor
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
     args: dict[str, Any] = {**SIZES, "block_size": POSITIONS, "vocab_size": VOCAB, "dropout": 0.0}
-    if first:
-        for n in range(SIZES["n_layer"]):
-            tensors[f"transformer.h.{n}.attn.bias"] = torch.ones(1, 1, POSITIONS, POSITIONS)
-    else:
-        args["bias"] = True
+    args["bias"] = True
     if compiled:
         tensors = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
 

@@ -78,6 +78,14 @@ def test_logits_are_those_of_transformers(kind: str, gpt2: Any, tmp_path: Path) 
     torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2, IDX), atol=CLOSE, rtol=0)
 
 
+def test_logits_are_those_of_nanogpt(tmp_path: Path) -> None:
+    """Its GELU is the exact one, and its linear layers are torch's."""
+    theirs = foreign.transformers_gpt2("gelu")
+    path = foreign.nanogpt_checkpoint(tmp_path / "ckpt.pt", theirs, compiled=True)
+    ours = begun_with(imported(path))
+    torch.testing.assert_close(logits_of(ours, IDX), logits_of(theirs, IDX), atol=CLOSE, rtol=0)
+
+
 @pytest.mark.parametrize("changes", [{"n_head": 4}, {"gelu": "exact"}])
 def test_equal_shapes_of_another_model_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     """A configuration made in Python has not been compared with the weights before."""
