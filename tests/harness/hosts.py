@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from tests.harness.commands import wait_for
-from tests.harness.pods import Machine, RunningPod, ip
+from tests.harness.pods import Machine, RunningPod, inside, ip
 
 
 class Hosts(Machine):
@@ -93,15 +92,3 @@ def commands_on(host: RunningPod) -> list[str]:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 found.append(" ".join(word.decode(errors="replace") for word in words))
     return found
-
-
-def inside(host: RunningPod, command: str) -> list[str]:
-    """Return the words that run a shell's command in the host's namespaces and file system."""
-    enter = ["nsenter", "--target", str(host.init), "--all", "--root", "--wd"]
-    whole = f". /opt/bin/environment; cd /opt/nanoray; {command}"
-    return [*enter, "/usr/bin/env", "-i", "/bin/bash", "-c", whole]
-
-
-def words(*parts: str) -> str:
-    """Return the parts as one command of a shell."""
-    return shlex.join(parts)

@@ -134,24 +134,13 @@ class RunningPod:
         return took
 
     def _run(self, command: str, timeout_s: float) -> None:
-        """Run a command in the pod's namespaces and root, as the kubelet runs hooks."""
-        enter = [
-            "nsenter",
-            "--target",
-            str(self.init),
-            "--all",
-            "--root",
-            "--wd",
-            "/bin/bash",
-            "-c",
-        ]
+        """Run a command in the pod, as the kubelet runs hooks."""
         with (
             contextlib.suppress(subprocess.TimeoutExpired),
             (self.folder / "log").open("ab") as log,
         ):
-            whole = f". /opt/bin/environment; {command}"
             subprocess.run(
-                [*enter, whole],
+                inside(self, command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=timeout_s,
@@ -352,6 +341,13 @@ class Machine:
             alias: address for alias, address in self._names.items() if address != pod.address
         }
         subprocess.run(["ip", "netns", "del", pod.netns], check=False, capture_output=True)
+
+
+def inside(pod: RunningPod, command: str) -> list[str]:
+    """Return the words that run a shell's command in the pod's namespaces and file system."""
+    enter = ["nsenter", "--target", str(pod.init), "--all", "--root", "--wd"]
+    whole = f". /opt/bin/environment; cd /opt/nanoray; {command}"
+    return [*enter, "/usr/bin/env", "-i", "/bin/bash", "-c", whole]
 
 
 def ip(*words: str) -> None:
