@@ -1,8 +1,8 @@
 """NCCL's branch of recovery in real processes, over the stand-in for NCCL: nothing here has run on
 NCCL.
 
-Survivors are ordered to abort, as the driver does it. tests/cluster/test_nccl_rehearsal.py has the
-same with Ray and its driver.
+A thread of each survivor aborts its groups, as the driver orders it. tests/cluster/test_nccl_rehearsal.py
+has the same with Ray and its driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def test_wrong_sums_reach_no_weight_in_a_step_that_is_not_logged(
     seldom = {"log_every": 4, "hash_every": 4}
     faults = {"faults": "kill@rank=1,step=6,phase=backward"}
     spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | seldom | faults)
-    outcome = run_elastic(spec, 3, backend=BACKEND, timeout_s=100)
+    patches = dict.fromkeys((0, 2), partial(obeys, spec.folder / "faults.jsonl"))
+    outcome = run_elastic(spec, 3, patches=patches, backend=BACKEND, timeout_s=100)
     assert fired(spec) == ["backward"]
     assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
     assert len(outcome.left) == 1, outcome.left
@@ -48,7 +49,8 @@ def test_several_communicators_wait_for_the_lost_rank(
     """Each of them waits in another ring of attention, or in the sum of gradients."""
     plan = "kill@rank=1,step=5,phase=backward"
     spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | {"faults": plan, "cp": 2})
-    outcome = run_elastic(spec, 4, backend=BACKEND, timeout_s=100)
+    patches = dict.fromkeys((0, 2, 3), partial(obeys, spec.folder / "faults.jsonl"))
+    outcome = run_elastic(spec, 4, patches=patches, backend=BACKEND, timeout_s=100)
     assert fired(spec) == ["backward"]
     ended_well(spec, outcome, clean(4, cp=2), 1)
 
