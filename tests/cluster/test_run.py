@@ -63,6 +63,7 @@ def kind_of_script(words: str, lines: int, *packages: str, everyday: bool = Fals
         kind_of_script("fsdp2.py", 4),
         kind_of_script("nanogpt/train.py --steps=3", 3),
         kind_of_script("with_accelerate.py", 2, "accelerate"),
+        kind_of_script("with_lightning.py", 8, "lightning"),
     ],
 )
 def test_a_script_prints_what_it_prints_under_torchrun(
