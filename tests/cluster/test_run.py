@@ -51,7 +51,7 @@ def kind_of_script(words: str, lines: int, *packages: str, everyday: bool = Fals
     marks = [needs(*packages)] if packages else []
     if not everyday:
         marks.append(pytest.mark.full)
-    return pytest.param(words, lines, marks=marks, id=words.split()[0])
+    return pytest.param(words, lines, marks=marks, id=words.split()[-1 if "-m " in words else 0])
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,14 @@ def kind_of_script(words: str, lines: int, *packages: str, everyday: bool = Fals
         kind_of_script("finds.py --flag=a\\ word", 13, everyday=True),
         kind_of_script("loaders.py", 2),
         kind_of_script("fsdp2.py", 4),
+        kind_of_script("children.py", 1),
+        kind_of_script("vision_style.py --lr 0.2", 3),
         kind_of_script("nanogpt/train.py --steps=3", 3),
+        kind_of_script("-m relative.train", 2),
+        kind_of_script("with_absl.py --steps=3", 3, "absl"),
+        kind_of_script("with_hydra.py steps=3", 3, "hydra"),
         kind_of_script("with_accelerate.py", 2, "accelerate"),
+        kind_of_script("../hf_trainer.py", 1, "transformers", "accelerate"),
         kind_of_script("with_lightning.py", 8, "lightning"),
     ],
 )
