@@ -1,6 +1,6 @@
 # make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make test-versions |
 # make lint | make compile | make bench | make bench-gpu | make bench-gpu-bundle.
-# Each but the last two sets up .venv first, `make train` without what only contributors need; the second time that
+# Each but test-versions and the last two sets up .venv first, `make train` without what only contributors need; the second time that
 # takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
@@ -53,12 +53,17 @@ test-gpu: setup
 test-kube: setup
 	@NANORAY_TEST_KUBE=1 $(PY) -m pytest tests/cluster/test_kube_live.py $(ARGS)
 
-# With the oldest and the newest torch and Ray, each pair in an environment of its own under build/versions: downloads of
-# gigabytes, an hour. ARGS="--pair 0 --files tests/ranks/test_own.py" runs a part. And with each other Python on the PATH what
-# needs neither of them: a download of a hundred megabytes, ten minutes; that alone for ARGS="--python python3.10 python3.13".
-# Writes docs/results/versions.json.
-test-versions: setup
-	@nice $(PY) -m tests.harness.versions $(ARGS)
+# With another torch, Ray or Python, in an environment under build/versions: a download of gigabytes.
+#   make test-versions TORCH=2.14.1 RAY=2.60.0 ARGS=tests/ranks/test_own.py
+#   make test-versions TORCH=2.13.0 RAY=2.60.0 PYTHON=python3.13 ARGS=tests/unit
+# The lowest versions that pyproject.toml allows:
+TORCH ?= 2.11.0
+RAY ?= 2.50.0
+OTHER := build/versions/$(notdir $(PYTHON))-torch-$(TORCH)-ray-$(RAY)
+test-versions:
+	@"$(PYTHON)" -m venv $(OTHER)
+	@$(OTHER)/bin/python -m pip install --quiet "torch==$(TORCH)" "ray[default]==$(RAY)" -e ".[test]" ruff types-PyYAML
+	@PYTHONDONTWRITEBYTECODE= nice $(OTHER)/bin/python -m pytest -q -m "not full" $(or $(ARGS),tests/ranks)
 
 lint: setup
 	@$(PY) -m ruff check .

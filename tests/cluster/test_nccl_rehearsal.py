@@ -1,8 +1,7 @@
 """NCCL's branch of recovery on Ray, over a stand-in for NCCL on CPU: nothing here has run on NCCL.
 
 A rank that is lost closes no connection that its peers' collectives notice, so the driver must
-order them to abort. Each test names the assumptions about NCCL that it rests on; tests/gpu checks
-them one by one.
+order them to abort. tests/gpu checks what is assumed about NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from tests.harness.cluster import (
     start,
     summary,
 )
-from tests.harness.nccl_assumptions import rests_on
 from tests.harness.nccl_stand_in import BACKEND, REMOTE_ERROR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -60,7 +58,6 @@ def assert_in_place(found: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.mark.full
-@rests_on("A1", "A2", "A3", "A4", "A7", "A9", "A11", "A12", "A13", "A14")
 @pytest.mark.parametrize(
     ("kind", "newcomer", "places"),
     [
@@ -82,7 +79,6 @@ def test_ranks_end_at_every_point(
     assert_same_run(tmp_path / "out", expected)
 
 
-@rests_on("A1", "A2", "A3", "A5", "A9", "A10", "A13")
 @pytest.mark.full
 def test_the_network_reports_a_lost_peer(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """The next collective raises the network's error, with or before the order."""
@@ -95,7 +91,6 @@ def test_the_network_reports_a_lost_peer(cluster: Cluster, recipe: Path, tmp_pat
     assert_same_run(tmp_path / "out", expected)
 
 
-@rests_on("A1", "A8")
 @pytest.mark.full
 def test_without_abort_the_watchdog_ends_who_waits_for_a_frozen_rank(
     cluster: Cluster, recipe: Path, tmp_path: Path

@@ -18,7 +18,8 @@ import pytest
 from tests.cluster.test_two_machines import STEPS, train_here, write_recipe
 from tests.harness.cluster import assert_same_run
 from tests.harness.commands import wait_for
-from tests.harness.hosts import Hosts, missing, run_on, start_on
+from tests.harness.hosts import Hosts, run_on, start_on
+from tests.harness.pods import missing
 from tests.harness.ranks import only_run
 
 pytestmark = pytest.mark.full

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -17,12 +15,9 @@ from typing import Any
 from nanoray.checkpoint.run_folder import RunSpec, write_attempt
 from nanoray.faults.progress import ProgressFile
 from nanoray.parallel.backends import reports_lost_peers
-from nanoray.parallel.mesh import abort_groups
 from nanoray.parallel.rendezvous import Order, Rendezvous, open_store
 from tests.harness.commands import forkserver
 
-NOTICE_S = 0.1  # from a loss to the order to abort, as in nanoray/launch/recovery/watcher.py
-AGAIN_S = 1.0  # from one order to the next
 Patch = Callable[[], None]  # called in a rank's process before it trains; makes it a worse one
 
 
@@ -53,12 +48,10 @@ def run_elastic(
     on_nodes: each rank's number on its node. grow_at: the step in which a group that has shrunk is
     told to form another one. frozen: a slot whose first process stops and is taken for lost; it
     lives on, with its connections open, until the run is over. train: replaces rank.train.
-    backend: of the groups; with another one than gloo survivors are ordered to abort.
+    backend: of the groups; with another one than gloo a patch has to abort those of survivors.
     """
     write_attempt(spec)
     outcome, stores, lines, processes = Outcome(), [], {}, {}
-    aborts: dict[int, Connection] = {}  # to a thread of each rank
-    abortable = not reports_lost_peers(backend)
     slots, orders, attempt = [*range(world)], iter(groups), 0
     deadline = time.monotonic() + timeout_s
     while slots:
@@ -82,23 +75,21 @@ def run_elastic(
                 reference=holder,
                 slot=slot,
                 slots=world,
-                abortable=abortable,
+                abortable=not reports_lost_peers(backend),
             )
             if slot in processes:
                 lines[slot].send((spec.to_dict(), rendezvous))
                 continue
             lines[slot], there = forkserver.Pipe()
-            aborts[slot], orders_there = forkserver.Pipe()
             patch = (patches or {}).get(slot) if not live else None
-            order = spec.to_dict(), rendezvous, there, patch, grow_at, train, orders_there
+            order = spec.to_dict(), rendezvous, there, patch, grow_at, train
             processes[slot] = forkserver.Process(target=_rank_main, args=order, daemon=True)
             processes[slot].start()
             there.close()
-            orders_there.close()
         heard = slots
         if not live and frozen in slots:
             left_behind, heard = processes.pop(frozen), [slot for slot in slots if slot != frozen]
-        waiting = _listen(heard, lines, processes, outcome, deadline, aborts if abortable else {})
+        waiting = _listen(heard, lines, processes, outcome, deadline)
         slots = []
         if waiting:
             attempt += 1
@@ -123,25 +114,12 @@ def _listen(
     processes: dict[int, Any],
     outcome: Outcome,
     deadline: float,
-    aborts: dict[int, Connection],
 ) -> dict[int, str]:
-    """Wait until each rank waits, has ended, or is dead; return why each waiting one left.
-
-    Once one is lost, or has left, those that train on get orders to abort.
-    """
+    """Wait until each rank waits, has ended, or is dead; return why each waiting one left."""
     waiting: dict[int, str] = {}
     open_lines = {lines[slot]: slot for slot in slots}
-    order_at = float("inf")
     while open_lines:
-        now = time.monotonic()
-        if now >= order_at:
-            for slot in open_lines.values():
-                with suppress(OSError):  # it has ended
-                    aborts[slot].send("abort")
-            order_at = now + AGAIN_S
-        ready = wait([*open_lines], max(0.0, min(deadline, order_at) - now))
-        if not ready and now < deadline:
-            continue
+        ready = wait([*open_lines], max(0.0, deadline - time.monotonic()))
         if not ready:
             outcome.ranks |= {slot: {"error": "Timeout"} for slot in open_lines.values()}
             return {}
@@ -151,9 +129,6 @@ def _listen(
                 kind, value = line.recv()  # type: ignore[union-attr]
             except EOFError:
                 kind, value = "ended", None
-            is_lost = kind == "ended" and (value is None or "error" in json.loads(value))
-            if aborts and is_lost and order_at == float("inf"):
-                order_at = time.monotonic() + NOTICE_S
             if kind == "waits":
                 waiting[slot] = value
                 continue
@@ -172,11 +147,9 @@ def _rank_main(
     patch: Patch | None,
     grow_at: int,
     train: Callable[..., dict[str, Any]] | None,
-    abort_orders: Connection,
 ) -> None:
     from nanoray.train import rank as one_rank
 
-    threading.Thread(target=_obey, args=(abort_orders,), daemon=True).start()
     now = [rendezvous]
 
     def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:
@@ -205,11 +178,3 @@ def _rank_main(
     line.send(("ended", json.dumps(outcome)))
     line.close()
     os._exit(0)
-
-
-def _obey(abort_orders: Connection) -> None:
-    """Abort this process's groups at each order, as `Worker.abort` does. (a thread of a rank)"""
-    with suppress(EOFError, OSError):
-        while True:
-            abort_orders.recv()
-            abort_groups()

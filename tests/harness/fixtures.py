@@ -1,8 +1,4 @@
-"""Fixtures and settings that need neither torch nor Ray.
-
-conftest.py takes them over. Where there is no torch, `pytest --noconftest -p tests.harness.fixtures`
-runs the tests that need none (tests/harness/versions.py).
-"""
+"""Fixtures and settings that need neither torch nor Ray. conftest.py takes them over."""
 
 from __future__ import annotations
 

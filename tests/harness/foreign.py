@@ -94,21 +94,8 @@ def hub_folder(folder: Path, model: nn.Module) -> Path:
     return folder
 
 
-def several_files(folder: Path, model: nn.Module) -> Path:
-    """As large models come: several files and an index."""
-    model.save_pretrained(folder, max_shard_size="40KB")  # type: ignore[operator]
-    assert (folder / "model.safetensors.index.json").is_file()
-    return folder
-
-
-def bin_file(folder: Path, model: nn.Module) -> Path:
-    """As torch.save wrote it before there was safetensors."""
-    write_config(folder, model)
-    torch.save(tensors_of(model), folder / "pytorch_model.bin")
-    return folder
-
-
 def bin_files(folder: Path, model: nn.Module) -> Path:
+    """As torch.save wrote large models before there was safetensors: several files and an index."""
     write_config(folder, model)
     places = {}
     for number, name in enumerate(tensors_of(model)):
@@ -121,23 +108,15 @@ def bin_files(folder: Path, model: nn.Module) -> Path:
     return folder
 
 
-def nanogpt_checkpoint(
-    path: Path, model: nn.Module, compiled: bool = False, first: bool = False, **more: Any
-) -> Path:
-    """As nanoGPT's train.py writes ckpt.pt; `compiled`: with torch.compile's names; `first`: as the
-    first versions did, with masks and without the key `bias`.
-    """
+def nanogpt_checkpoint(path: Path, model: nn.Module, compiled: bool = False, **more: Any) -> Path:
+    """As nanoGPT's train.py writes ckpt.pt; `compiled`: with torch.compile's names."""
     tensors = {}
     for name, tensor in tensors_of(model).items():
         is_linear = ".h." in name and tensor.dim() == 2
         tensors[name] = tensor.t().contiguous() if is_linear else tensor
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
     args: dict[str, Any] = {**SIZES, "block_size": POSITIONS, "vocab_size": VOCAB, "dropout": 0.0}
-    if first:
-        for n in range(SIZES["n_layer"]):
-            tensors[f"transformer.h.{n}.attn.bias"] = torch.ones(1, 1, POSITIONS, POSITIONS)
-    else:
-        args["bias"] = True
+    args["bias"] = True
     if compiled:
         tensors = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
 

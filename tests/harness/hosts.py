@@ -1,5 +1,5 @@
 """Two and more machines on this one: each has an address, a file system and processes of its own,
-and a link whose delay, rate and loss a test sets.
+and a link that a test can cut.
 
 A host is a pod (pods.py) that shares no volume with the others. What makes real machines differ
 from pods is there as well: the hosts file of Debian and Ubuntu, in which a machine's own name is
@@ -10,45 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.harness import pods, switch
 from tests.harness.commands import wait_for
-from tests.harness.pods import Machine, RunningPod, ip
-from tests.harness.switch import SwitchProcess
-
-
-def missing() -> str:
-    """Return why there can be no hosts here; empty when there can."""
-    return pods.missing() or switch.missing()
-
-
-class _Network(SwitchProcess):
-    """The switch, with the methods that `Machine` asks of its network."""
-
-    def open(self, gateway: str) -> None:
-        """Start the switch. Nothing has the gateway's address: these hosts are alone."""
-        self.__enter__()
-
-    def close(self) -> None:
-        """End the switch."""
-        self.__exit__()
+from tests.harness.pods import Machine, RunningPod, inside, ip
 
 
 class Hosts(Machine):
-    """Hosts on a switch; a context manager that ends them."""
+    """Hosts on one network; a context manager that ends them."""
 
     def __init__(self, folder: Path, shared: bool = True) -> None:
         """`shared`: /data is one folder, as with NFS; otherwise each host has its own."""
         super().__init__(folder)
-        self.net: _Network = self._network
         self._shared = shared
-
-    def _make_network(self, name: str) -> _Network:
-        return _Network()
 
     def host(self, name: str, command: str = "sleep infinity", **env: str) -> RunningPod:
         """Start a host whose first process is `command`."""
@@ -116,15 +92,3 @@ def commands_on(host: RunningPod) -> list[str]:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 found.append(" ".join(word.decode(errors="replace") for word in words))
     return found
-
-
-def inside(host: RunningPod, command: str) -> list[str]:
-    """Return the words that run a shell's command in the host's namespaces and file system."""
-    enter = ["nsenter", "--target", str(host.init), "--all", "--root", "--wd"]
-    whole = f". /opt/bin/environment; cd /opt/nanoray; {command}"
-    return [*enter, "/usr/bin/env", "-i", "/bin/bash", "-c", whole]
-
-
-def words(*parts: str) -> str:
-    """Return the parts as one command of a shell."""
-    return shlex.join(parts)

@@ -10,21 +10,14 @@ from typing import Any
 import torch
 
 from nanoray.checkpoint.run_folder import RunSpec
-from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.cli.open_folder import open_run
-from nanoray.config import make_config, resolve_batch
+from nanoray.config import make_config
 from nanoray.data.cifar10 import generate, store_images
 from nanoray.data.dataset import DatasetInfo
 from nanoray.models.batch_norm import adopt_norms
-from nanoray.models.precision import LossScaler
-from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel.axis import data_axis
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.running_statistics import RunningStatistics
-from nanoray.train.broadcast_state import broadcast_state
-from nanoray.train.guard import replicas
-from nanoray.train.guard.guards import Guards
-from nanoray.train.optim.groups import make_optimizer
 
 TRAIN, VAL = 100, 40  # images: an epoch is no multiple of a batch
 TINY = {
@@ -111,39 +104,3 @@ def _joined(everyone: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     together = [(key, torch.cat([rank[key] for rank in everyone])) for key in ("y", "dx")]
     together += [(key, sum(rank[key] for rank in everyone)) for key in ("dw", "db")]
     return [*together, *((key, everyone[0][key]) for key in ("mean", "var", "early"))]
-
-
-def copied_state(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Copy rank 0's state to other ranks, flip a running statistic of rank 1, and heal it."""
-    state = make_state(seed=mesh.rank)
-    for name, tensor in state.tensors().items():  # what no rank begins with
-        if "running" in name or "momentum" in name:
-            tensor += mesh.rank + 1
-    broadcast_state(state, mesh, 0)
-    shared = mesh.gather(replicas.hash_tensors(state.tensors())[1])
-    if mesh.rank == 1:
-        model: ResNet = state.model  # type: ignore[assignment]
-        assert model.stem_norm.running_var is not None
-        model.stem_norm.running_var[3] += 1.0
-    healed, warning = replicas.compare(state, mesh)
-    after = mesh.gather(replicas.hash_tensors(state.tensors())[1])
-    names = [*state.tensors()]
-    if mesh.rank == 0:
-        emit(
-            {"shared": shared, "healed": healed, "warning": warning, "after": after, "names": names}
-        )
-
-
-def make_state(seed: int = 0, **settings: Any) -> TrainState:
-    """Return the state of a tiny ResNet with momentum, at step 0."""
-    config = make_config(TINY | settings)
-    torch.manual_seed(seed)
-    model = ResNet(ResNetShape(8, 1, 10))
-    cpu = torch.device("cpu")
-    scaler = LossScaler(cpu, enabled=False)
-    return TrainState(
-        model,
-        make_optimizer(model, config),
-        scaler,
-        Guards(config, resolve_batch(config, 1), cpu, None),
-    )

@@ -142,25 +142,6 @@ class Moving(nn.Module):
         return self.head(self.normed(h) - 0.3 * self.average) + 0.01 * self.batches
 
 
-class Growing(nn.Module):
-    """A memory that grows, a buffer that is registered late, and one that is set to None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 16)
-        self.head = nn.Linear(16, 1)
-        self.register_buffer("memory", torch.zeros(0, 3))
-        self.register_buffer("start", torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.memory = torch.cat([self.memory, x[:1].detach()])
-            self.start = None
-            if not hasattr(self, "late"):
-                self.register_buffer("late", x[0].detach().clone())
-        return self.head(torch.tanh(self.inner(x))) + 0.1 * self.memory.sum()
-
-
 class Late(nn.Module):
     """A model without buffers, whose forward registers one that a checkpoint would keep."""
 
@@ -214,7 +195,6 @@ KEEPERS: dict[str, Make] = {
     "assorted": Assorted,
     "extra states": with_extra_states,
     "moving": Moving,
-    "growing": Growing,
     "late": Late,
     "passing": Passing,
     "passing and growing": partial(Passing, grows=True),

@@ -2,7 +2,7 @@
 
 A check runs in a process of each of two ranks, over NCCL on GPUs (tests/gpu) and over the stand-in
 on CPUs (tests/ranks/test_nccl_stand_in.py). So the stand-in has what is assumed, and an hour on two
-GPUs shows whether NCCL has it. `python -m tests.harness.nccl_assumptions` prints the list.
+GPUs shows whether NCCL has it.
 
 Sources: files of pytorch/pytorch under torch/csrc/distributed/c10d as of torch 2.13; the NCCL user
 guide (docs.nvidia.com/deeplearning/nccl/user-guide); issues.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from nanoray.parallel.backends import load_backend, settings_for_aborts
 from nanoray.parallel.mesh import Mesh, abandon_groups, abort_groups, collectives_started, join
 from nanoray.parallel.rendezvous import Rendezvous, open_store
 
-F = TypeVar("F", bound=Callable[..., Any])
 LOST = 1  # the rank that ends, of two
 SOON_S = 15.0  # what must come at once comes within this, also on a busy machine
 HOLDS_S = 1.0  # what must not come does not within this
@@ -460,19 +459,6 @@ ASSUMPTIONS = (
 BY_ID = {each.id: each for each in ASSUMPTIONS}
 
 
-def rests_on(*ids: str) -> Callable[[F], F]:
-    """Mark a test of the rehearsal with the assumptions that it rests on."""
-    unknown = set(ids) - BY_ID.keys()
-    if unknown:
-        raise ValueError(f"no assumption {', '.join(sorted(unknown))}")
-
-    def mark(test: F) -> F:
-        test.rests_on = ids  # type: ignore[attr-defined]
-        return test
-
-    return mark
-
-
 def observe(assumption: Assumption, ranks: Ranks) -> None:
     """Run a check on two ranks. Raises AssertionError with what a rank saw."""
     store = open_store("127.0.0.1", 2, 60)
@@ -530,14 +516,3 @@ def _be_rank(
             said = traceback.format_exc()
     line.send(said)
     os._exit(0)  # whatever still waits
-
-
-def table() -> str:
-    """Return the list as a table in Markdown."""
-    lines = ["| | what is assumed | source |", "| --- | --- | --- |"]
-    lines += [f"| {each.id} | {each.statement} | {each.source} |" for each in ASSUMPTIONS]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

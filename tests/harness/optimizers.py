@@ -48,26 +48,6 @@ class Lion(Styled):
         state["exp_avg"].mul_(0.99).add_(grad, alpha=0.01)
 
 
-class Shampoo(Styled):
-    """Matrices of other shapes than the parameter's, one for each dimension, in a list."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        if not state:
-            state["step"] = 0
-            state["GG"] = [0.1 * torch.eye(size, dtype=p.dtype) for size in p.shape]
-            state["Q"] = [None for _ in p.shape]
-        state["step"] += 1
-        for dim, size in enumerate(p.shape):
-            flat = grad.transpose(0, dim).reshape(size, -1)
-            state["GG"][dim].add_(flat @ flat.T)
-            if state["step"] % 2 == 1:
-                values, vectors = torch.linalg.eigh(state["GG"][dim])
-                state["Q"][dim] = vectors @ torch.diag(values**-0.25) @ vectors.T
-            flat = state["Q"][dim] @ grad.transpose(0, dim).reshape(size, -1)
-            grad = flat.view(grad.transpose(0, dim).shape).transpose(0, dim)
-        p.sub_(grad, alpha=group["lr"])
-
-
 class ScheduleFree(Styled):
     """The weights that are trained are not those that are evaluated."""
 

@@ -134,24 +134,13 @@ class RunningPod:
         return took
 
     def _run(self, command: str, timeout_s: float) -> None:
-        """Run a command in the pod's namespaces and root, as the kubelet runs hooks."""
-        enter = [
-            "nsenter",
-            "--target",
-            str(self.init),
-            "--all",
-            "--root",
-            "--wd",
-            "/bin/bash",
-            "-c",
-        ]
+        """Run a command in the pod, as the kubelet runs hooks."""
         with (
             contextlib.suppress(subprocess.TimeoutExpired),
             (self.folder / "log").open("ab") as log,
         ):
-            whole = f". /opt/bin/environment; {command}"
             subprocess.run(
-                [*enter, whole],
+                inside(self, command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=timeout_s,
@@ -165,6 +154,7 @@ class Bridge:
     def __init__(self, name: str) -> None:
         self._name = name
         self._count = 0
+        self._devices: dict[str, str] = {}  # pod -> its device at the bridge
 
     def open(self, gateway: str) -> None:
         """Make the bridge, which has the gateway's address."""
@@ -172,16 +162,22 @@ class Bridge:
         ip("addr", "add", f"{gateway}/24", "dev", self._name)
         ip("link", "set", self._name, "up")
 
-    def connect(self, host: str, netns: str) -> None:
-        """Give a network namespace a device `eth0` on this network."""
+    def connect(self, pod: str, netns: str) -> None:
+        """Give a network namespace a device `eth0` on this network, which goes with it."""
         self._count += 1
-        outside = f"{self._name}v{self._count}"
+        self._devices[pod] = outside = f"{self._name}v{self._count}"
         inside = ("peer", "name", "eth0", "netns", netns)
         ip("link", "add", outside, "type", "veth", *inside)
-        ip("link", "set", outside, "master", self._name, "up")
+        ip("link", "set", outside, "up")
+        self.heal(pod)
 
-    def disconnect(self, host: str) -> None:
-        """Nothing: the devices go with the namespace."""
+    def cut(self, pod: str) -> None:
+        """Lose each frame of this pod, in both directions."""
+        ip("link", "set", self._devices[pod], "nomaster")
+
+    def heal(self, pod: str) -> None:
+        """End a cut."""
+        ip("link", "set", self._devices[pod], "master", self._name)
 
     def close(self) -> None:
         """Take the bridge away."""
@@ -201,14 +197,10 @@ class Machine:
         self._folder = Path(tempfile.mkdtemp(prefix="nr-pods-", dir="/tmp"))
         self.config = self._folder / "config"  # every pod sees it as /etc/nanoray
         self.config.mkdir()
-        self._network: Any = self._make_network(self._id)
-
-    def _make_network(self, name: str) -> Any:
-        """Return what connects the pods: an object with the methods of `Bridge`."""
-        return Bridge(name)
+        self.net = Bridge(self._id)
 
     def __enter__(self) -> Self:
-        self._network.open(f"{self._net}.1")
+        self.net.open(f"{self._net}.1")
         return self
 
     def __exit__(
@@ -219,7 +211,7 @@ class Machine:
     ) -> None:
         for name in list(self.pods):
             self.remove(name)
-        self._network.close()
+        self.net.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(
@@ -239,7 +231,7 @@ class Machine:
         address, netns = f"{self._net}.{self._count}", f"{self._id}-{self._count}"
         self._names |= dict.fromkeys((name, *aliases), address)
         ip("netns", "add", netns)
-        self._network.connect(name, netns)
+        self.net.connect(name, netns)
         ip("-n", netns, "addr", "add", f"{address}/24", "dev", "eth0")
         ip("-n", netns, "link", "set", "eth0", "up")
         ip("-n", netns, "link", "set", "lo", "up")
@@ -348,8 +340,14 @@ class Machine:
         self._names = {
             alias: address for alias, address in self._names.items() if address != pod.address
         }
-        self._network.disconnect(name)
         subprocess.run(["ip", "netns", "del", pod.netns], check=False, capture_output=True)
+
+
+def inside(pod: RunningPod, command: str) -> list[str]:
+    """Return the words that run a shell's command in the pod's namespaces and file system."""
+    enter = ["nsenter", "--target", str(pod.init), "--all", "--root", "--wd"]
+    whole = f". /opt/bin/environment; cd /opt/nanoray; {command}"
+    return [*enter, "/usr/bin/env", "-i", "/bin/bash", "-c", whole]
 
 
 def ip(*words: str) -> None:

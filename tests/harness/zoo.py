@@ -4,7 +4,7 @@ An exhibit is a module that can be built anew with the same weights, some sample
 loss. The first value of a sample decides, where a module branches: `MARKED` samples take the branch,
 so most batches have none.
 
-Add an exhibit: write the class, and one line in `ZOO`.
+Add an exhibit: write the class, and one line in `ZOO`, or in `PACKAGES` where it needs a package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Exhibit:
     name: str
     build: Callable[[], nn.Module]
     # (seed, samples) -> inputs and targets, each a tensor or a container of tensors (samples, ...)
-    batch: Callable[[int, int], tuple[Any, Any]]
+    batch: Callable[[int, int], Any]
     # (output, targets) -> mean over the samples; None: the module returns the loss itself
     loss: LossFn | None = functional.mse_loss
     # dp_mode -> a part of the message with which that mode refuses the module on every rank; SKIPS:
@@ -65,7 +65,7 @@ class Exhibit:
 class Samples(Dataset[Any]):
     """The samples of a batch, one by one."""
 
-    def __init__(self, batch: tuple[Any, Any]) -> None:
+    def __init__(self, batch: Any) -> None:
         self.batch = batch
 
     def __len__(self) -> int:
@@ -101,14 +101,6 @@ class Base(nn.Module):
         return bool((x[:, 0] > 0).any())
 
 
-class Plain(Base):
-    """Uses all weights in every step."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.into(x))
-        return self.head(torch.tanh(self.extra(h)))
-
-
 class UnusedHead(Base):
     """Computes a head that no loss reads, and has one that is not called at all."""
 
@@ -138,38 +130,6 @@ class SometimesZeros(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.into(x))
         return self.head(h + x[:, :1] * self.extra(h))
-
-
-class NoGradTower(Base):
-    """Runs a tower under no_grad, unless a sample is marked."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.into(x))
-        with torch.set_grad_enabled(self.marked(x)):
-            tower = self.extra(x)
-        return self.head(h + x[:, :1] * tower)
-
-
-class Experts(nn.Module):
-    """Sends each sample to one of four experts; the last one gets marked samples alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        for number in range(4):
-            self.add_module(f"expert{number}", nn.Linear(WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.into(x))
-        choice = (x[:, 1] > 0).long() + (x[:, 2] > 0).long()
-        choice = torch.where(x[:, 0] > 0, 3, choice)
-        mixed = torch.zeros_like(h)
-        for number in range(4):
-            chosen = (choice == number).nonzero().flatten()
-            if len(chosen):
-                mixed = mixed.index_add(0, chosen, getattr(self, f"expert{number}")(h[chosen]))
-        return self.head(h + mixed)
 
 
 class UsedTwice(Base):
@@ -222,39 +182,6 @@ class Freezing(Base):
         return self.head(torch.tanh(h + x[:, :1] * self.extra(h)))
 
 
-class Unfreezing(Base):
-    """Begins with a frozen layer, and lets it train from the first marked sample on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.marked(x):
-            self.extra.requires_grad_(True)
-        h = torch.tanh(self.into(x))
-        return self.head(torch.tanh(self.extra(h)))
-
-
-class Layered(nn.Module):
-    """Layers in a list, which fsdp gathers one by one; some ranks skip the last of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.into(x))
-        # The last layers are for marked samples alone.
-        count = 4 if (x[:, 0] > 0).any() else 2
-        for number in range(count):
-            weight = x[:, :1] if number >= 2 else 1.0
-            h = h + weight * torch.tanh(self.layers[number](h))
-        return self.head(h)
-
-
 class HookedGradient(Base):
     """Sets a gradient outside of the graph, by a hook on another one."""
 
@@ -273,38 +200,23 @@ class HookedGradient(Base):
         return self.head(torch.tanh(self.extra(h)))
 
 
-class InitialisesItself(Plain):
-    """Scales its inputs to a deviation of 1, by what its first call has seen, as an ActNorm."""
+class TwoHeads(Base):
+    """Returns a dict, as models of several tasks do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(WIDTH))
-        self.initialised = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.initialised:
-            self.initialised = True
-            with torch.no_grad():
-                self.scale.copy_(1.0 / (x.std(0) + 0.1))
-        return super().forward(x * self.scale)
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.into(x))
+        return {"mean": self.head(h), "more": self.extra(h)}
 
 
-def _called_once() -> nn.Module:
-    """Return a model that has initialised itself, as docs/own/modules.md says."""
-    model = InitialisesItself()
-    inputs, _ = vectors(1, 8)
-    with torch.no_grad():
-        model(inputs)
-    return model
+def two_tasks(output: dict[str, Tensor], y: Tensor) -> Tensor:
+    more = functional.mse_loss(output["more"], y.expand(-1, WIDTH))
+    return functional.mse_loss(output["mean"], y) + 0.3 * more
 
 
 ZOO: list[Exhibit] = [
-    Exhibit("plain", Plain, vectors),
     Exhibit("unused head", UnusedHead, vectors, refused={"fsdp": "got no gradient in this step"}),
     Exhibit("sometimes a branch", SometimesBranch, vectors, refused=IN_FSDP),
     Exhibit("sometimes a gradient of zeros", SometimesZeros, vectors),
-    Exhibit("tower without gradients", NoGradTower, vectors, refused=IN_FSDP),
-    Exhibit("experts", Experts, vectors, refused=IN_FSDP),
     Exhibit("used twice, tied", UsedTwice, vectors),
     Exhibit("checkpoint", lambda: Checkpointed(reentrant=False), vectors),
     Exhibit("checkpoint, reentrant", lambda: Checkpointed(reentrant=True), vectors),
@@ -319,22 +231,62 @@ ZOO: list[Exhibit] = [
     Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
     Exhibit("frozen in some steps", Freezing, vectors, refused=IN_FSDP),
     Exhibit(
-        "unfrozen during the run",
-        Unfreezing,
-        vectors,
-        refused=IN_FSDP
-        | dict.fromkeys(
-            ("ddp", "ddp_by_hand", "zero1", "zero2"),
-            "extra.weight had requires_grad = False when the run began",
-        ),
-    ),
-    Exhibit("initialised by its first call", _called_once, vectors),
-    Exhibit("layers left out", Layered, vectors, refused=IN_FSDP),
-    Exhibit(
         "gradient set by a hook",
         HookedGradient,
         vectors,
         refused={"fsdp": "head.weight has a hook on its gradient"},
     ),
+    Exhibit("several heads, dict output", TwoHeads, vectors, two_tasks),
 ]
-BY_NAME = {exhibit.name: exhibit for exhibit in ZOO}
+
+
+# --- models of transformers and peft, which are imported where a model is made ---
+
+VOCABULARY = 97
+
+
+class LanguageModel(Exhibit):
+    """Its samples are dicts, whose keys are the arguments of the model. It returns its loss."""
+
+    def loss_of(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        return model(**inputs).loss
+
+
+def texts(seed: int, count: int) -> dict[str, Tensor]:
+    """Return tokens (count, 12), which a decoder predicts."""
+    source = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCABULARY, (count, 12), generator=source)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2, **sizes, **no_dropout))
+
+
+def lora_gpt2() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"], lora_dropout=0.0)
+    return get_peft_model(gpt2(), config)
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return MixtralForCausalLM(
+        MixtralConfig(num_hidden_layers=2, num_local_experts=4, pad_token_id=0, **sizes, **heads)
+    )
+
+
+PACKAGES: list[Exhibit] = [
+    LanguageModel("GPT-2, tied weights", gpt2, texts, None),
+    LanguageModel("GPT-2 with LoRA of peft", lora_gpt2, texts, None),
+    LanguageModel("Mixtral", mixtral, texts, None),
+]
+BY_NAME = {exhibit.name: exhibit for exhibit in (*ZOO, *PACKAGES)}

@@ -90,9 +90,7 @@ def test_every_rank_keeps_its_share_only(pools: Pools) -> None:
     ("bug", "metric"),
     [
         ("expert_factor", equivalence.WEIGHT),
-        pytest.param("expert_axis", equivalence.WEIGHT, marks=pytest.mark.full),
         ("expert_replicas", equivalence.NORM),
-        pytest.param("balance", equivalence.WEIGHT, marks=pytest.mark.full),
     ],
 )
 def test_a_planted_bug_makes_the_matrix_red(

@@ -125,20 +125,6 @@ def test_a_synchronised_layer_is_torchs_over_the_whole_batch(
     assert alike == {key: synchronised or key == "mean" for key in theirs}
 
 
-def test_a_newcomer_gets_running_statistics_and_momentum_and_a_flipped_one_is_healed(
-    pools: Pools,
-) -> None:
-    (found,) = pools(3).run("tests.harness.images:copied_state", {})
-    assert len({tuple(hashes) for hashes in found["shared"]}) == 1
-    assert {"stem_norm.running_mean", "stem_norm.running_var", "momentum_buffer.head.bias"} <= {
-        *found["names"]
-    }
-    assert found["healed"] == 1
-    assert "rank 1 in stem_norm.running_var" in found["warning"]
-    assert len({tuple(hashes) for hashes in found["after"]}) == 1
-    assert found["after"][0] == found["shared"][0]
-
-
 @pytest.mark.parametrize("on_nan", [pytest.param("skip", marks=pytest.mark.full), "rollback"])
 def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
     images: DatasetInfo, tmp_path: Path, on_nan: str

@@ -244,20 +244,6 @@ def test_a_roll_back_restores_all_of_it(tmp_path: Path, two: LastingRanks) -> No
             assert model[0].notes["batches"] == STEPS
 
 
-def test_a_buffer_that_grows_is_refused_in_its_first_step(
-    tmp_path: Path, two: LastingRanks
-) -> None:
-    for mode in ("ddp", "fsdp"):
-        program = Program(partial(fit, kind="growing"), frozenset())
-        outcomes = two.train(a_spec(tmp_path / mode, dp_mode=mode), program)
-        for outcome in outcomes:
-            assert outcome["error"] == "ConfigError", outcome
-            assert outcome["message"].startswith(
-                "a forward has changed the buffer late from none to (3,) of torch.float32; register "
-                "it before RuntimeEngine is made"
-            )
-
-
 def test_a_buffer_of_a_model_that_had_none_is_refused_in_its_first_step(
     tmp_path: Path, two: LastingRanks
 ) -> None:

@@ -80,7 +80,6 @@ MADE: dict[str, Callable[[Any], Any]] = {
     ),
     "two": pair,
     # Of whole matrices, or with values that cannot be cut.
-    "Shampoo": lambda model: styles.Shampoo(model.parameters()),
     "Adafactor": lambda model: optim.Adafactor(model.parameters(), lr=0.1),
     "Muon and AdamW": lambda model: [
         optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02),
@@ -107,7 +106,6 @@ IN_PIECES = (
 # One in each mode: state that is there before the first step, averages, numbers besides `step`
 EVERYDAY = ("Adagrad", "ASGD", "NAdam")
 WHOLE = (
-    "Shampoo",
     "Adafactor",
     "Muon and AdamW",
     "ScheduleFree",
@@ -248,10 +246,7 @@ def test_an_optimizer_trains_as_a_plain_loop_and_resumes_to_the_bit(
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        name if name in ("Shampoo", "Mixed") else pytest.param(name, marks=pytest.mark.full)
-        for name in WHOLE
-    ],
+    [name if name == "Mixed" else pytest.param(name, marks=pytest.mark.full) for name in WHOLE],
 )
 def test_an_optimizer_of_whole_parameters_does_so_with_ddp(
     ranks: LastingRanks, tmp_path: Path, optimizer: str

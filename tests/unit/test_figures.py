@@ -32,10 +32,7 @@ def test_the_figures_of_a_page_are_those_of_the_files(name: str) -> None:
 
 def files_of_tables(text: str) -> set[str]:
     """Return the names of the files of which a page has a table."""
-    found = set(re.findall(r"begin: python -m tests\.harness\.figures ([\w-]+)", text))
-    if "begin: python -m tests.harness.versions" in text:
-        found.add("versions")
-    return found
+    return set(re.findall(r"begin: python -m tests\.harness\.figures ([\w-]+)", text))
 
 
 @pytest.mark.parametrize("name", PAGES)

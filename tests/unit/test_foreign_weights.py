@@ -67,8 +67,6 @@ def begun_with(path: Path, vocab_size: int = VOCAB, **overrides: Any) -> GPT:
 KINDS: dict[str, foreign.Maker] = {
     "one file": foreign.one_file,
     "the hub's first files": foreign.hub_folder,
-    "several files": foreign.several_files,
-    "bin": foreign.bin_file,
     "several bins": foreign.bin_files,
 }
 
@@ -78,6 +76,14 @@ def test_logits_are_those_of_transformers(kind: str, gpt2: Any, tmp_path: Path) 
     ours = begun_with(imported(KINDS[kind](tmp_path / "gpt2", gpt2)))
     assert ours.shape == SHAPE
     torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2, IDX), atol=CLOSE, rtol=0)
+
+
+def test_logits_are_those_of_nanogpt(tmp_path: Path) -> None:
+    """Its GELU is the exact one, and its linear layers are torch's."""
+    theirs = foreign.transformers_gpt2("gelu")
+    path = foreign.nanogpt_checkpoint(tmp_path / "ckpt.pt", theirs, compiled=True)
+    ours = begun_with(imported(path))
+    torch.testing.assert_close(logits_of(ours, IDX), logits_of(theirs, IDX), atol=CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("changes", [{"n_head": 4}, {"gelu": "exact"}])

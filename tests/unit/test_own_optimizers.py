@@ -47,7 +47,6 @@ TORCHS: dict[str, Make] = CUT | {"Adafactor": optim.Adafactor, "Muon": muon_of}
 # What others keep: lists, texts, nested dicts, values of a group, a state_dict of their own
 STYLES: dict[str, Make] = {
     "Lion": styles.Lion,
-    "Shampoo": styles.Shampoo,
     "Mixed": styles.Mixed,
     "Lookahead": lambda params: styles.Lookahead(optim.SGD(params, momentum=0.9)),
 }
