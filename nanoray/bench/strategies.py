@@ -67,7 +67,6 @@ EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, Record] = {
     "cp 2": {"cp": 2},
-    "cp 2 gathered": {"cp": 2, "cp_attention": "all_gather"},
     "cp 2 zero1": {"cp": 2, "dp_mode": "zero1"},
     "cp 4": {"cp": 4},
     "cp 2 tp 2": {"cp": 2, "tp": 2},

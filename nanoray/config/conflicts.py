@@ -195,7 +195,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "capacity and balance of experts are those of a whole sequence", "drop one of the two"),
     rule("cp block_size tp sequence_parallel seq_warmup_steps seq_warmup_from",
          "cp: 2 * cp must divide block_size", sizes.cp_divides_sequences),
-    ignored("cp_attention", "cp 1", "cuts no sequences", "raise cp, or drop cp_attention"),
     refused("attention cudnn", "cp above 1",
             "cuDNN's kernel is not written for parts of sequences", "use attention flash"),
     refused("cp above 1", "attention flash",

@@ -31,11 +31,6 @@ is on its way. What each rank has in each pass, and which part of its work that 
     bytes that a rank sends, of B sequences of T positions, per layer: (cp-1) · 2·B·T/cp·C numbers in
     forward; in backward as many again, and cp · 2·B·T/cp·C of float32
 
---cp_attention all_gather is the simple way: gather all keys and values, attend with the own queries,
-and in backward sum dk and dv to their owners (a reduce-scatter in the order of the ranks). It sends
-less, because keys and values travel once, but nothing is hidden, and each rank keeps those of all
-positions until the layer's backward.
-
 Weights are equal on all ranks of the axis, and each computes a part of their gradient: the sum over
 data replicas is one over parts of sequences as well, so every dp_mode shares weights over both.
 Every rank's loss is the mean over as many tokens, so the mean of these means is that of all tokens.
@@ -52,7 +47,6 @@ of Llama 3 (2024) for the balance; the running softmax in cp_blocks.py.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +55,7 @@ from torch import Tensor, nn
 from nanoray.data.sequence_part import SequencePart
 from nanoray.models.dropout import Dropout, derive_seed, draw_factors, dropout, seed_generators
 from nanoray.models.gpt import GPT, Attention, KVCache, Positions
-from nanoray.models.kernels import fused_attention, plain_attention, rotate
+from nanoray.models.kernels import rotate
 from nanoray.parallel import cp_blocks
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.residual_stream import CutDropout, own_positions
@@ -78,11 +72,11 @@ def part_of(axis: Axis) -> SequencePart | None:
     return SequencePart(axis.index, axis.size)
 
 
-def cut(model: nn.Module, axis: Axis, way: str = "ring") -> None:
+def cut(model: nn.Module, axis: Axis) -> None:
     """Let a GPT work on this rank's part of sequences, in place. Nothing is sent.
 
     Parameters stay as they are. A model that another group of ranks has cut so gets this axis. The
-    cut over tp comes first. way: ring or all_gather.
+    cut over tp comes first.
     """
     assert isinstance(model, GPT), "the table of conflicts refuses other models"
     part = part_of(axis)
@@ -93,7 +87,6 @@ def cut(model: nn.Module, axis: Axis, way: str = "ring") -> None:
             module.__class__ = kind
         if isinstance(module, ContextAttention):
             module.context = axis
-            module.way = way
         if isinstance(module, ContextAttention | ContextDropout | ContextPositions):
             module.part = part
 
@@ -114,7 +107,6 @@ class ContextAttention(Attention):
 
     context: Axis | None
     part: SequencePart
-    way: str
 
     def heads(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the heads' results for own positions x (B, T/cp, C), as Attention does."""
@@ -131,8 +123,7 @@ class ContextAttention(Attention):
             k = rotate_own(k, self.part)
 
         p = self.dropout.p if self.training else 0.0
-        attend = ring_attention if self.way == "ring" else gathered_attention
-        y = attend(q, k, v, self.context, self.kernel, p)  # (B, H, T/cp, D)
+        y = ring_attention(q, k, v, self.context, self.kernel, p)  # (B, H, T/cp, D)
         return y.transpose(1, 2).flatten(2)  # (B, T/cp, C)
 
 
@@ -413,64 +404,3 @@ def _factors_of(factors: Tensor | None, work: _Work, other: int, axis: Axis) -> 
         return None
     of_block = SequencePart(other, axis.size).own(factors[:, :, work.queries], -1)
     return of_block[..., work.keys]
-
-
-# The simple way.
-
-
-@torch.compiler.disable
-def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: str = "plain", p: float = 0.0
-) -> Tensor:
-    """Return the same as `ring_attention`. (all ranks of the axis)"""
-    factors = own_weight_factors(q, p, axis)
-    keys, values = _Gathered.apply(torch.stack([k, v]), axis)  # (B, H, T, D) each
-
-    # Each of the two own chunks attends to the keys up to its end.
-    size = q.shape[2] // 2
-    results = []
-    for place, chunk in enumerate(SequencePart(axis.index, axis.size).chunks):
-        rows = slice(place * size, (place + 1) * size)
-        end = (chunk + 1) * size
-        seen = keys[:, :, :end], values[:, :, :end]
-        attend = fused_attention
-        if kernel == "plain":
-            own = None if factors is None else factors[:, :, rows, :end]
-            attend = partial(plain_attention, factors=own)
-        results.append(attend(q[:, :, rows], *seen))
-    return torch.cat(results, 2)
-
-
-class _Gathered(torch.autograd.Function):
-    """All positions' keys and values, and in backward the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
-        """Return (2, B, H, T, D) in the order of the sequence, given own ones (2, B, H, T/cp, D)."""
-        ctx.axis = axis
-        parts = own.new_empty(axis.size, *own.shape)
-        parts[axis.index] = own
-        axis.start_all_gather(parts.view(-1), FORWARD)()
-        return _in_order(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        axis = ctx.axis
-        parts = []
-        for index in range(axis.size):
-            parts.append(SequencePart(index, axis.size).own(grads[0], 3))
-        of_ranks = torch.stack(parts)  # (cp, 2, B, H, T/cp, D)
-        own = torch.empty_like(of_ranks[0])
-        with axis.noted("reduce_scatter", BACKWARD, of_ranks):
-            axis.start_reduce_scatter(of_ranks.view(-1), BACKWARD)(own.view(-1))
-        return own, None
-
-
-def _in_order(parts: Tensor) -> Tensor:
-    """Return the positions (..., T, D) of all ranks in the order of the sequence.
-
-    parts: by rank, (cp, ..., T/cp, D).
-    """
-    early, late = parts.chunk(2, -2)
-    # Chunks 0 to cp-1 are the early ones of the ranks in their order, the late ones go back.
-    return torch.cat([*early, *late.flip(0)], -2)

@@ -367,7 +367,7 @@ def cut(model: nn.Module, axes: Axes, config: Config, mirror: int) -> CutModel:
         tp.cut(model, tensor, config.sequence_parallel)
 
     if axes["cp"].size > 1:
-        cp.cut(model, axes["cp"], config.cp_attention)
+        cp.cut(model, axes["cp"])
 
     stage: pp.Stage | None = None
     if stages.size > 1:

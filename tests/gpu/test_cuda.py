@@ -330,7 +330,6 @@ def test_parts_of_sequences_train_as_one_process_does(pair: RankPool) -> None:
     arms = {
         "ring": {"cp": 2},
         "plain": {"cp": 2, "attention": "plain", "dp_mode": "zero1"},
-        "all_gather": {"cp": 2, "cp_attention": "all_gather"},
     }
     case = {"accum": 2, "settings": SGD}
     found = [*pair.run(ENTRY, {"arms": arms, "cases": [case], "alone": True})]

@@ -25,7 +25,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2),
     "pp": (1, 2),
     "cp": (1, 2),
-    "cp_attention": ("ring", "all_gather"),
     "pp_chunks": (0, 2, 1),
     "pp_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble"),
     "dp_mode": ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"),
