@@ -28,7 +28,6 @@ EXPERT_KEYS = (
     "experts_per_token",
     "expert_hidden",
     "shared_experts",
-    "expert_capacity",
     "balance_loss",
     "z_loss",
     "ep",
@@ -192,7 +191,7 @@ TABLE: tuple[Row, ...] = tuple(chain(
     # fused kernel draws its own
     refused("cp above 1", _NO_GPT, "it cuts the sequences of a gpt", "drop cp"),
     refused("cp above 1", _HAS_EXPERTS,
-            "capacity and balance of experts are those of a whole sequence", "drop one of the two"),
+            "the balance of experts is that of a whole sequence", "drop one of the two"),
     rule("cp block_size tp sequence_parallel seq_warmup_steps seq_warmup_from",
          "cp: 2 * cp must divide block_size", sizes.cp_divides_sequences),
     refused("attention cudnn", "cp above 1",

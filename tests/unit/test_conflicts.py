@@ -66,7 +66,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "eval_every": (250, 0),
     "muon_lr": (0.02, 0.1),
     "experts_per_token": (2, 3),
-    "expert_capacity": (0.0, 1.5),
     "balance_loss": (0.01, 0.5),
     "z_loss": (0.001, 0.5),
     "target_loss": (0.0, 2.0),
