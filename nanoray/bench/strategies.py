@@ -61,7 +61,8 @@ HYBRID: dict[str, Record] = {
 }
 # Gradients in 16 bits; their losses are others by design
 COMPRESSED: dict[str, Record] = {
-    f"ddp in {kind}": {"dp_mode": "ddp", "grad_compress": kind} for kind in ("bf16", "fp16")
+    f"ddp_by_hand in {kind}": MODES["ddp_by_hand"] | {"grad_compress": kind}
+    for kind in ("bf16", "fp16")
 }
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}

@@ -270,11 +270,9 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "use dp_mode zero2, or precision bf16 with fsdp_gather bf16"),
 
     # Compressed gradients
-    refused("grad_compress", _NOT_WHOLE,
-            "compressed sums go to all ranks, and it shards them",
-            "use dp_mode ddp or ddp_by_hand, or drop grad_compress"),
-    refused("grad_compress", "allreduce",
-            "compressed gradients have exchanges of their own", "drop one of the two"),
+    refused("grad_compress", "dp_mode other than ddp_by_hand",
+            "its buckets alone are summed in 16 bits",
+            "use dp_mode ddp_by_hand, or drop grad_compress"),
     refused("grad_compress", _CUT,
             "only whole models have compressed gradients", "drop {other}, or grad_compress"),
     refused("grad_compress", _PURE,

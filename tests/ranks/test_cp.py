@@ -143,7 +143,7 @@ def test_other_options_work_with_parts_of_sequences(pools: Pools) -> None:
     arms = {mode: two | {"replicas": 2, "dp_mode": mode} for mode in ("zero1", "zero2", "fsdp")}
     found = run(pools, 4, arms, [{"accum": 2, "settings": SGD}], alone=True)
     require_one_process(found, SGD)
-    arms = {"compressed": two | {"grad_compress": "fp16"}}
+    arms = {"compressed": two | {"dp_mode": "ddp_by_hand", "grad_compress": "fp16"}}
     (found_one,) = run(pools, 4, arms, [{"accum": 2, "settings": SGD}], alone=True)
     assert max(rank["off"] for rank in found_one["ranks"]) < 1e-4
 

@@ -84,6 +84,10 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("micro_batch_search", "grad_accum_steps"): AUTO,
     ("micro_batch_search", "model"): AUTO,
     ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
+    **{
+        ("grad_compress", key): {"dp_mode": "ddp_by_hand"}
+        for key in ("tp", "pp", "precision", "workers")
+    },
     ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
@@ -240,13 +244,14 @@ def test_each_group_refuses_what_is_wrong_within_it() -> None:
 )
 def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:
     """Whether `workers = 1` is written or follows from the machine."""
-    config = load_config(preset="tiny", overrides={key: value})
+    values = {"dp_mode": "ddp" if key == "allreduce" else "ddp_by_hand", key: value}
+    config = load_config(preset="tiny", overrides=values)
     assert first(config, ranks=2) is None
     late = first(config, ranks=1)
     assert late.startswith(f"{key} = {value} would be ignored: there is only one rank; ")
     assert f"--{key} " in late
     with pytest.raises(ConfigError) as early:
-        load_config(preset="tiny", overrides={key: value, "workers": 1})
+        load_config(preset="tiny", overrides={**values, "workers": 1})
     assert str(early.value) == late
 
 
@@ -256,7 +261,8 @@ def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
 ) -> None:
     """Of a dry run and of a start. The message has the flag with which the run can go on."""
     value = {"comm_trace": "always", "allreduce": "ring", "grad_compress": "bf16"}.get(key, 4)
-    ran = load_config(preset="tiny", overrides={key: value, "workers": 2})
+    mode = "ddp" if key == "allreduce" else "ddp_by_hand"
+    ran = load_config(preset="tiny", overrides={"dp_mode": mode, key: value, "workers": 2})
     (tmp_path / "config.json").write_text(ran.to_json())
     dataset = DatasetInfo("text", "", tmp_path, "uint16", 65, 6_400, 640, "", "", {}, "tokens")
 
@@ -272,7 +278,8 @@ def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
 
 def test_a_group_that_has_shrunk_to_one_rank_keeps_its_configuration() -> None:
     """Ranks get the configuration of the run, whose `workers` stays what was asked for."""
-    config = load_config(preset="tiny", overrides={"grad_compress": "bf16", "workers": 2})
+    values = {"dp_mode": "ddp_by_hand", "grad_compress": "bf16", "workers": 2}
+    config = load_config(preset="tiny", overrides=values)
     assert Config(**config.model_dump()) == config
 
 
