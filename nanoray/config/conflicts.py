@@ -101,8 +101,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
             f"use dataset auto, {_IMAGES}"),
     refused(f"dataset {_IMAGES}", "model gpt",
             "the dataset has images, and a gpt learns from text", "use model resnet"),
-    ignored("data_url", "dataset other than auto and shakespeare and cifar10",
-            "is not downloaded", "drop data_url, or use dataset shakespeare or cifar10"),
 
     # Kernels. The loss in chunks needs the logits of the whole vocabulary, and computes gradients
     # itself

@@ -42,7 +42,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "comm_trace": ("off", "always"),
     "grad_compress": ("none", "bf16", "fp16"),
     "profile": ("", "5:8"),
-    "data_url": ("", "file:///x"),
     "tokenizer": ("auto", "byte"),
     "positions": ("learned", "rotary"),
     "init_from": ("", "gpt2"),
@@ -219,7 +218,6 @@ def test_off_is_accepted_where_it_is_off_already(
 
 def test_each_group_refuses_what_is_wrong_within_it() -> None:
     for values, key in (
-        ({"data_url": "https://me:pw@host/x"}, "data_url"),
         ({"n_head": 3}, "n_embd"),
         ({"min_lr": 1.0}, "min_lr"),
         ({"comm_trace": "every"}, "comm_trace"),
