@@ -185,8 +185,7 @@ TABLE: tuple[Row, ...] = tuple(chain(
     refused("fsdp_gather bf16", ("precision fp16", "model resnet"),
             "its layers cannot take weights of bf16", "use fsdp_gather fp32"),
 
-    # Context parallelism. The ranks of a sequence draw one mask of dropout, each its rows of it; a
-    # fused kernel draws its own
+    # Context parallelism
     refused("cp above 1", _NO_GPT, "it cuts the sequences of a gpt", "drop cp"),
     refused("cp above 1", _HAS_EXPERTS,
             "the balance of experts is that of a whole sequence", "drop one of the two"),
@@ -194,9 +193,9 @@ TABLE: tuple[Row, ...] = tuple(chain(
          "cp: 2 * cp must divide block_size", sizes.cp_divides_sequences),
     refused("attention cudnn", "cp above 1",
             "cuDNN's kernel is not written for parts of sequences", "use attention flash"),
-    refused("cp above 1", "attention flash",
-            "with dropout, a fused kernel would draw another mask for each part of a sequence",
-            "use attention plain, or dropout 0", also="dropout above 0"),
+    refused("cp above 1", "dropout above 0",
+            "each rank would have to draw the masks of whole sequences",
+            "use dropout 0, or drop cp"),
 
     # Hybrid sharding
     ignored("replicas above 1", f"dp_mode other than {' and '.join(SHARDS_STATE)}",
@@ -346,12 +345,9 @@ _SHARING = tuple(row for row in TABLE if isinstance(row, Rule) and "workers" in 
 def auto_on_gpus(config: Keys) -> str:
     """Return the attention that `auto` is on a GPU.
 
-    Audits need gradients that have the same bits each time, which flash attention's do not. Ranks
-    that share sequences need masks of dropout that are drawn outside of a kernel.
+    Audits need gradients that have the same bits each time, which flash attention's do not.
     """
-    if config.audit_every or (config.cp > 1 and config.dropout):
-        return "plain"
-    return "flash"
+    return "plain" if config.audit_every else "flash"
 
 
 # ---- questions to the table ----------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Context parallelism: equal to one process, alone and beside every other axis; attention beside
-torch's; dropout, checkpoints, traces; red where a bug is planted.
+torch's; checkpoints, traces; red where a bug is planted.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def test_a_planted_bug_makes_training_differ(pools: Pools, bug: str) -> None:
     assert off > 5 * limit if bug else off < limit
 
 
-# The whole program: the loop, dropout, evaluation, checkpoints, traces.
+# The whole program: the loop, evaluation, checkpoints, traces.
 
 RECIPE: dict[str, Any] = {
     "n_head": 4,
@@ -196,14 +196,11 @@ def require_alike(one: Any, other: Any, far: float = 2e-5) -> None:
 
 
 @pytest.mark.full
-def test_a_run_with_dropout_is_that_of_one_process(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Masks, evaluation, comparison of replicas, sample; the trace has the bytes of each message, and
+def test_a_run_is_that_of_one_process(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluation, comparison of replicas, sample; the trace has the bytes of each message, and
     when a rank waited for it.
     """
     settings = SGD | {
-        "dropout": 0.3,
         "eval_every": 3,
         "eval_samples": 5,
         "hash_every": 2,
@@ -237,7 +234,7 @@ def test_a_run_with_dropout_is_that_of_one_process(
 @pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"dp_mode": "zero2"}, {"tp": 2, "dp_mode": "fsdp"}])
 def test_a_run_resumes_to_the_bit(runs: Runs, more: dict[str, Any]) -> None:
-    runs.resumed(4, 4, cp=2, dropout=0.1, grad_accum_steps=0, **more)
+    runs.resumed(4, 4, cp=2, grad_accum_steps=0, **more)
 
 
 FEW: list[tuple[int, dict[str, Any]]] = [

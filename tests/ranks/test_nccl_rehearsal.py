@@ -34,7 +34,7 @@ ABORTS: dict[str, Any] = {"backend": BACKEND, "abort_nccl": True}
         pytest.param(3, {"dp_mode": "ddp_by_hand"}, marks=pytest.mark.full),
         pytest.param(3, {"dp_mode": "zero1"}, marks=pytest.mark.full),
         pytest.param(3, {"dp_mode": "fsdp"}, marks=pytest.mark.full),
-        pytest.param(4, {"cp": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"cp": 2, "dropout": 0.0}, marks=pytest.mark.full),
         pytest.param(4, {"tp": 2}, marks=pytest.mark.full),
         pytest.param(2, {"pp": 2, "grad_accum_steps": 2}, marks=pytest.mark.full),
     ],
@@ -104,10 +104,11 @@ def test_several_communicators_wait_for_the_lost_rank(
 ) -> None:
     """Each of them waits in another ring of attention, or in the sum of gradients."""
     plan = "kill@rank=1,step=5,phase=backward"
-    spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | {"faults": plan, "cp": 2})
+    settings = {"cp": 2, "dropout": 0.0}
+    spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | settings | {"faults": plan})
     outcome = run_elastic(spec, 4, backend=BACKEND, timeout_s=100)
     assert fired(spec) == ["backward"]
-    ended_well(spec, outcome, clean(4, cp=2), 1)
+    ended_well(spec, outcome, clean(4, **settings), 1)
 
 
 @rests_on("A1", "A2", "A3", "A9", "A12", "A13")
