@@ -147,10 +147,9 @@ def test_a_model_is_released_and_cut_again_for_the_next_group() -> None:
     cp.release(model)
     with pytest.raises(AssertionError, match="the group of ranks was left"):
         attention.heads(torch.zeros(1, 4, 8))
-    cp.cut(model, axis_of(1, 2), "all_gather")
+    cp.cut(model, axis_of(1, 2))
     assert attention.context.index == 1
     assert model.pos_emb.part == SequencePart(1, 2)
-    assert attention.way == "all_gather"
 
 
 # Samples.
