@@ -85,7 +85,7 @@ def _engine(mesh: Mesh, spec: RunSpec, unfused: bool) -> Kept:
                 group["fused"] = None
             return optimizer
 
-    arm = LoopArm(spec, mesh, UnfusedTask(spec) if unfused else task_of(spec))
+    arm = LoopArm(spec, mesh, UnfusedTask(spec.config, spec.dataset) if unfused else task_of(spec))
 
     def block(mesh: Mesh, order: Record, emit: Emit) -> None:
         cost = arm.block(order["steps"], order["settling"])

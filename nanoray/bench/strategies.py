@@ -61,13 +61,13 @@ HYBRID: dict[str, Record] = {
 }
 # Gradients in 16 bits; their losses are others by design
 COMPRESSED: dict[str, Record] = {
-    f"ddp in {kind}": {"dp_mode": "ddp", "grad_compress": kind} for kind in ("bf16", "fp16")
+    f"ddp_by_hand in {kind}": MODES["ddp_by_hand"] | {"grad_compress": kind}
+    for kind in ("bf16", "fp16")
 }
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, Record] = {
     "cp 2": {"cp": 2},
-    "cp 2 gathered": {"cp": 2, "cp_attention": "all_gather"},
     "cp 2 zero1": {"cp": 2, "dp_mode": "zero1"},
     "cp 4": {"cp": 4},
     "cp 2 tp 2": {"cp": 2, "tp": 2},

@@ -317,7 +317,8 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
     """Write and return summary.json: the run's results, and why it ended. (one process)"""
     summary = {key: outcome.get(key) for key in _OF_OUTCOME} | {
         "steps": outcome.get("step"),
-        "expected_val_loss": expected_loss(spec),
+        # Of the complete recipe on this data set, if known
+        "expected_val_loss": spec.config.expected_val_loss.get(spec.dataset.name),
         "total_s": round(time.time() - spec.started, 3),
         "restarts": restarts,
         "dataset": spec.dataset.name,
@@ -329,8 +330,3 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
     except OSError as error:  # a full disk must not hide what has ended the run
         log.warning("summary.json was not written: %s", error)
     return summary
-
-
-def expected_loss(spec: RunSpec) -> float | None:
-    """Return the validation loss that the complete recipe should reach on this dataset, if known."""
-    return spec.config.expected_val_loss.get(spec.dataset.name)

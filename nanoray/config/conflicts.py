@@ -28,7 +28,6 @@ EXPERT_KEYS = (
     "experts_per_token",
     "expert_hidden",
     "shared_experts",
-    "expert_capacity",
     "balance_loss",
     "z_loss",
     "ep",
@@ -99,8 +98,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
             f"use dataset auto, {_IMAGES}"),
     refused(f"dataset {_IMAGES}", "model gpt",
             "the dataset has images, and a gpt learns from text", "use model resnet"),
-    ignored("data_url", "dataset other than auto and shakespeare and cifar10",
-            "is not downloaded", "drop data_url, or use dataset shakespeare or cifar10"),
 
     # Kernels. The loss in chunks needs the logits of the whole vocabulary, and computes gradients
     # itself
@@ -183,19 +180,17 @@ TABLE: tuple[Row, ...] = tuple(chain(
     refused("fsdp_gather bf16", ("precision fp16", "model resnet"),
             "its layers cannot take weights of bf16", "use fsdp_gather fp32"),
 
-    # Context parallelism. The ranks of a sequence draw one mask of dropout, each its rows of it; a
-    # fused kernel draws its own
+    # Context parallelism
     refused("cp above 1", _NO_GPT, "it cuts the sequences of a gpt", "drop cp"),
     refused("cp above 1", _HAS_EXPERTS,
-            "capacity and balance of experts are those of a whole sequence", "drop one of the two"),
+            "the balance of experts is that of a whole sequence", "drop one of the two"),
     rule("cp block_size tp sequence_parallel seq_warmup_steps seq_warmup_from",
          "cp: 2 * cp must divide block_size", sizes.cp_divides_sequences),
-    ignored("cp_attention", "cp 1", "cuts no sequences", "raise cp, or drop cp_attention"),
     refused("attention cudnn", "cp above 1",
             "cuDNN's kernel is not written for parts of sequences", "use attention flash"),
-    refused("cp above 1", "attention flash",
-            "with dropout, a fused kernel would draw another mask for each part of a sequence",
-            "use attention plain, or dropout 0", also="dropout above 0"),
+    refused("cp above 1", "dropout above 0",
+            "each rank would have to draw the masks of whole sequences",
+            "use dropout 0, or drop cp"),
 
     # Hybrid sharding
     ignored("replicas above 1", f"dp_mode other than {' and '.join(SHARDS_STATE)}",
@@ -267,11 +262,9 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "use dp_mode zero2, or precision bf16 with fsdp_gather bf16"),
 
     # Compressed gradients
-    refused("grad_compress", _NOT_WHOLE,
-            "compressed sums go to all ranks, and it shards them",
-            "use dp_mode ddp or ddp_by_hand, or drop grad_compress"),
-    refused("grad_compress", "allreduce",
-            "compressed gradients have exchanges of their own", "drop one of the two"),
+    refused("grad_compress", "dp_mode other than ddp_by_hand",
+            "its buckets alone are summed in 16 bits",
+            "use dp_mode ddp_by_hand, or drop grad_compress"),
     refused("grad_compress", _CUT,
             "only whole models have compressed gradients", "drop {other}, or grad_compress"),
     refused("grad_compress", _PURE,
@@ -346,12 +339,9 @@ _SHARING = tuple(row for row in TABLE if isinstance(row, Rule) and "workers" in 
 def auto_on_gpus(config: Keys) -> str:
     """Return the attention that `auto` is on a GPU.
 
-    Audits need gradients that have the same bits each time, which flash attention's do not. Ranks
-    that share sequences need masks of dropout that are drawn outside of a kernel.
+    Audits need gradients that have the same bits each time, which flash attention's do not.
     """
-    if config.audit_every or (config.cp > 1 and config.dropout):
-        return "plain"
-    return "flash"
+    return "plain" if config.audit_every else "flash"
 
 
 # ---- questions to the table ----------------------------------------------------------------------

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from nanoray.config.fields import Group, field, hidden, path
 
 IMAGES = ("cifar10", "cifar10-generated")  # data sets of images; all others are text
-
-# Parameters of presigned URLs, such as X-Amz-Signature and sig
-_SIGNED_URL = r"(?i)[?&]([^=&]*(?:signature|token|secret|password|credential)[^=&]*|sig|key)="
 
 
 class DataKeys(Group):
@@ -22,10 +18,6 @@ class DataKeys(Group):
     text file, or of a folder with token files; resnet: auto | cifar10 |
     cifar10-generated (patterns of 10 classes under noise)"""
 
-    data_url: str = path("", "data")
-    """where `shakespeare` or `cifar10` comes from instead: an http(s):// or file:// URL; its sha256
-    must still match"""
-
     data_dir: str = path("", "data")
     """cache of downloads and tokens (default: $XDG_CACHE_HOME/nanoray or ~/.cache/nanoray)"""
 
@@ -35,18 +27,3 @@ class DataKeys(Group):
 
     val_fraction: float = hidden(0.1, "data", gt=0, lt=0.5)
     """fixed: share of the text, at its end, kept for validation"""
-
-    def check(self) -> None:
-        """Raise ValueError for a URL with a secret in it."""
-        # config.json and the logs repeat the URL, so nothing secret may stand in it
-        if re.search(r"://[^/]*@", self.data_url):
-            raise ValueError(
-                "data_url holds a password, which config.json and logs would repeat; host the file "
-                "where none is needed"
-            )
-        signed = re.search(_SIGNED_URL, self.data_url)
-        if signed:
-            raise ValueError(
-                f"data_url carries a secret ({signed[1]}=...), which config.json and logs would "
-                "repeat; download the file and name it with dataset PATH"
-            )

@@ -99,10 +99,6 @@ class MeshKeys(Group):
     """context parallelism: ranks that share every sequence of a gpt, block_size/cp tokens each;
     ranks = dp x cp x tp x pp"""
 
-    cp_attention: Literal["ring", "all_gather"] = field("ring", "dist")
-    """cp: ring (keys and values travel from rank to rank while these compute) | all_gather (all are
-    gathered first: simple, nothing is hidden, more memory)"""
-
     tp: Positive = field(1, "dist")
     """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;
     ranks = dp x tp x pp"""

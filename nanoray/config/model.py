@@ -24,10 +24,6 @@ class ModelKeys(Group):
     shared_experts: Natural = field(0, "model")
     """experts that every token goes to, beside those chosen for it"""
 
-    expert_capacity: float = field(0.0, "model", ge=0)
-    """the most tokens of a sequence that an expert takes while training, as a factor of their mean;
-    the block passes the others on as they are (0 = dropless)"""
-
     balance_loss: float = field(0.01, "model", ge=0)
     """factor of the loss that spreads the tokens of each sequence over the experts; no logged loss
     contains it"""

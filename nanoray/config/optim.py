@@ -47,8 +47,8 @@ class OptimKeys(Group):
 
     # What ranks send of their gradients. It changes the result, so it is a key of the recipe
     grad_compress: Literal["none", "bf16", "fp16"] = field("none", "optim")
-    """dp_mode ddp and ddp_by_hand: type in which ranks send gradients: none (float32) | bf16 | fp16
-    (half the bytes, another result: see docs/precision.md)"""
+    """dp_mode ddp_by_hand: type in which ranks send gradients: none (float32) | bf16 | fp16 (half
+    the bytes, another result: see docs/precision.md)"""
 
     # Length of the schedule
     max_steps: Positive = field(2000, "optim")

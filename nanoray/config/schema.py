@@ -21,7 +21,6 @@ RECIPE_GROUPS = ("data", "model", "batch", "optim")
 KEEPS_RECIPE = frozenset(
     {
         "dataset",
-        "data_url",
         "data_dir",
         "micro_batch_size",
         "micro_batch_search",

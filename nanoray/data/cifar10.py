@@ -47,17 +47,14 @@ def prepare(config: Config) -> DatasetInfo:
     """
     if config.dataset == "cifar10-generated":
         return _generated(config, "")
-    # A user's URL that fails is an error, not a reason to train on other images.
-    has_fallback = config.dataset == "auto" and not config.data_url
     try:
         return _real(config)
     except FetchFailed as error:
-        if has_fallback:
+        if config.dataset == "auto":
             return _generated(config, f" (CIFAR-10 is not cached and the download failed: {error})")
         raise DataError(
-            f"cannot get CIFAR-10 from {config.data_url or URL}: {error} (sha256 expected "
-            f"{SHA256}, got {error.got}); give a copy with --data_url file:///path/{_ARCHIVE}, or "
-            "use --dataset cifar10-generated"
+            f"cannot get CIFAR-10 from {URL}: {error} (sha256 expected {SHA256}, got {error.got}); "
+            f"copy it to {cache_dir(config) / _ARCHIVE}, or use --dataset cifar10-generated"
         ) from None
 
 
@@ -68,7 +65,9 @@ def _real(config: Config) -> DatasetInfo:
     cached = reuse(folder)
     if cached is not None:
         return replace(cached, note=f"{note}, cached")
-    url = config.data_url or URL
+    # Where there is no network, a copy of the archive lies in the cache.
+    copy = cache_dir(config) / _ARCHIVE
+    url = str(copy) if copy.exists() else URL
     data = fetch(url, most_bytes=_MOST_BYTES)
     # Without the check, a proxy's error page would be unpacked.
     digest = hashlib.sha256(data).hexdigest()

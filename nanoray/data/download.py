@@ -26,7 +26,7 @@ class FetchFailed(Exception):
 
 
 def fetch(url: str, answer_s: float = ANSWER_S, most_bytes: int = 0) -> bytes:
-    """Read an http(s):// or file:// URL, or a bare path.
+    """Read a URL, or a file by its path.
 
     `answer_s`: seconds without an answer after which it fails. `most_bytes`: 0 is MAX_BYTES. A body
     may end early: the caller compares a hash. Raises FetchFailed.
@@ -34,9 +34,6 @@ def fetch(url: str, answer_s: float = ANSWER_S, most_bytes: int = 0) -> bytes:
     most_bytes = most_bytes or MAX_BYTES
     if "://" not in url:
         url = Path(url).expanduser().absolute().as_uri()
-    # urlopen would also open ftp: and data: URLs.
-    if not url.startswith(("http://", "https://", "file://")):
-        raise FetchFailed("not an http(s):// or file:// URL")
     try:
         # A new opener, because urlopen's global one keeps the proxies of its first call.
         with build_opener().open(url, timeout=answer_s) as response:

@@ -19,10 +19,10 @@ from nanoray.config import Config
 from nanoray.data import cifar10
 from nanoray.data.cache import cache_dir, reuse, store, write
 from nanoray.data.dataset import DatasetInfo, absolute, script_data
-from nanoray.data.documents import decode
 from nanoray.data.download import ANSWER_S, FetchFailed, NotDownloaded, fetch
 from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import tokenizer_from_json
+from nanoray.data.utf8 import decode
 from nanoray.errors import DataError
 
 SHAKESPEARE_URL = (
@@ -110,9 +110,6 @@ class _Source:
 
 
 def _shakespeare_or_stdlib(config: Config) -> _Source:
-    # A user's URL that fails is an error, not a reason to train on another text.
-    if config.data_url:
-        return _shakespeare(config)
     try:
         return _get_shakespeare(config, _QUICK_S)
     except FetchFailed as error:
@@ -128,9 +125,9 @@ def _shakespeare(config: Config) -> _Source:
         return _get_shakespeare(config, ANSWER_S)
     except FetchFailed as error:
         raise NotDownloaded(
-            f"cannot get Shakespeare from {config.data_url or SHAKESPEARE_URL}: {error} "
-            f"(sha256 expected {SHAKESPEARE_SHA256}, got {error.got}); give a copy with "
-            "--data_url file:///path/input.txt, or use --dataset auto without --data_url"
+            f"cannot get Shakespeare from {SHAKESPEARE_URL}: {error} (sha256 expected "
+            f"{SHAKESPEARE_SHA256}, got {error.got}); name a copy with --dataset PATH, or use "
+            "--dataset auto"
         ) from None
 
 
@@ -145,11 +142,10 @@ def _get_shakespeare(config: Config, answer_s: float) -> _Source:
             return source
 
     # No copy in the cache, or one that is not Shakespeare.
-    url = config.data_url or SHAKESPEARE_URL
-    note = f"shakespeare: Karpathy's tiny Shakespeare, from {url}"
+    note = f"shakespeare: Karpathy's tiny Shakespeare, from {SHAKESPEARE_URL}"
     if source.data:
         note += "; the damaged cached copy was replaced"
-    source = replace(source, data=fetch(url, answer_s), note=note)
+    source = replace(source, data=fetch(SHAKESPEARE_URL, answer_s), note=note)
     if source.sha256 != SHAKESPEARE_SHA256:
         raise FetchFailed(f"these {len(source.data)} bytes are another text", got=source.sha256)
     write(cached, source.data)

@@ -254,9 +254,9 @@ def _shape_pods(objects: list[Object], job: Object, config: Config, ranks: int) 
         each["image"] = kube.image or re.sub(r"(cpu|cuda)$", build_tag, each["image"])
 
 
-def _mount_config(spec: Object, config_map: str) -> None:
+def _mount_config(cluster: Object, config_map: str) -> None:
     """Mount the ConfigMap in the head and in all workers: the driver runs on the head."""
-    for group in groups(spec):
+    for group in groups(cluster):
         pod = group["template"]["spec"]
         pod["volumes"].append({"name": "config", "configMap": {"name": config_map}})
         mount = {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True}

@@ -189,8 +189,8 @@ METRICS: dict[str, Metric] = {
             "moe/load_max",
             "1",
             "mixture of experts: choices that fell on the most loaded expert, over the mean of "
-            "the experts, in this step's global batch and before any is dropped; of the layer "
-            "where that is largest; `expert_load` has all of them",
+            "the experts, in this step's global batch; of the layer where that is largest; "
+            "`expert_load` has all of them",
             "1 is even; below 2 after the first hundreds of steps; the number of experts / top k: "
             "one gets everything",
         ),
@@ -199,13 +199,6 @@ METRICS: dict[str, Metric] = {
             "1",
             "the same of the least loaded expert, in the layer where that is smallest",
             "0.5 to 1; 0: an expert that no token reaches learns nothing",
-        ),
-        Metric(
-            "moe/dropped",
-            "%",
-            "choices that exceeded expert_capacity, whose tokens this expert left out; mean of "
-            "the layers",
-            "under 5; 0 without expert_capacity",
         ),
         Metric(
             "moe/entropy",

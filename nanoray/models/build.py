@@ -40,7 +40,7 @@ def build_model(config: Config, classes: int) -> GPT | ResNet:
 
 def gpt_of(shape: ModelShape, config: Config) -> GPT:
     """Return a GPT of this shape, trained as `config` says."""
-    routers = RouterTraining(config.expert_capacity, config.balance_loss, config.z_loss)
+    routers = RouterTraining(config.balance_loss, config.z_loss)
     return GPT(shape, config.dropout, config.activation_checkpointing, routers, kernels_of(config))
 
 

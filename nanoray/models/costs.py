@@ -71,21 +71,18 @@ def flops_per_token(shape: ModelShape) -> int:
 class Cut(NamedTuple):
     """The ranks that share a replica's layers and sequences.
 
-    `sequence`: tensor ranks also share the stream's positions. `gathers`: with cp, attention has the
-    keys and values of all positions at once.
+    `sequence`: tensor ranks also share the stream's positions.
     """
 
     tp: int = 1
     ep: int = 1
     sequence: bool = False
     cp: int = 1
-    gathers: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Cut:
         """Return the cut of a configuration."""
-        gathers = config.cp_attention == "all_gather"
-        return cls(config.tp, config.ep, config.sequence_parallel, config.cp, gathers)
+        return cls(config.tp, config.ep, config.sequence_parallel, config.cp)
 
     @property
     def parts(self) -> int:
@@ -276,7 +273,7 @@ def with_kernels(
     checkpointing `block`, only one block's matrices are kept.
 
     Context parallelism has an attention of its own. The ring keeps what flash keeps, whatever
-    computes a block: see `ring_memory`. Of gathered keys and values see `_gathered_memory`.
+    computes a block: see `ring_memory`.
 
     A chunked loss has the logits of a chunk only, in float32, and under autocast beside the
     product's; and the gradient of lm_head, (V, C) float32, twice. The gradient of its input takes
@@ -287,13 +284,7 @@ def with_kernels(
     tp = cut.tp
     parts = dict(parts)
 
-    if cut.cp > 1:
-        if cut.gathers and parts["activations"]:
-            blocks = shape.n_layer if kept == "none" else 1
-            is_plain = kernels.attention == "plain"
-            one = _gathered_memory(shape, micro_batch_size, compute, is_plain, cut)
-            parts["activations"] += blocks * one
-    elif kernels.attention == "plain" and parts["activations"]:
+    if kernels.attention == "plain" and cut.cp == 1 and parts["activations"]:
         matrix = tokens * shape.n_head * shape.block_size * compute // tp
         log_sum_exp = 4 * tokens * shape.n_head // tp
         blocks = 1 if kept == "block" else shape.n_layer
@@ -312,32 +303,6 @@ def with_kernels(
     return parts
 
 
-def _gathered_memory(
-    shape: ModelShape, micro_batch_size: int, compute: int, plain: bool, cut: Cut
-) -> int:
-    """Return the bytes that a block keeps beyond flash's where keys and values are gathered.
-
-    The keys and values of all positions are kept in place of the own ones. Of the queries that is a
-    copy which was turned or scaled, or what the projection returned, with keys and values. A fused
-    kernel keeps the result of each of the rank's two chunks, and the masks of keys up to the end of
-    a chunk, which are no squares. Plain attention keeps the weights, and no log-sum-exp.
-    """
-    tokens = cut.tokens(shape, micro_batch_size)
-    counted = 5 if shape.rotary else 3  # by `_block_memory`: of qkv, and turned
-    queries = 1 if plain or shape.rotary else 3
-    results = 0 if plain else 1
-    numbers = tokens * shape.n_embd // cut.tp
-    keys_values = (queries - counted + 2 * cut.cp + results) * numbers * compute
-
-    # Of a rank's two chunks one attends to c + 1 chunks and one to 2·cp - c, together to 2·cp + 1.
-    chunk = shape.block_size // (2 * cut.cp)
-    pairs = chunk * chunk * (2 * cut.cp + 1)
-    if plain:
-        weights = micro_batch_size * shape.n_head * pairs * compute // cut.tp
-        return keys_values + weights - 4 * tokens * shape.n_head // cut.tp
-    return keys_values + pairs * compute
-
-
 def ring_memory(
     shape: ModelShape, micro_batch_size: int, precision: str, kernels: Kernels, cut: Cut
 ) -> int:
@@ -349,7 +314,7 @@ def ring_memory(
     pass adds to dq, dk and dv. Plain blocks also have four matrices of float32: scores, weights and
     the gradients of both.
     """
-    if cut.cp == 1 or cut.gathers:
+    if cut.cp == 1:
         return 0
     compute = _NUMBER_SIZES[precision].compute
     tokens = cut.tokens(shape, micro_batch_size)

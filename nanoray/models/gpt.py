@@ -140,11 +140,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList()
         for _ in range(shape.n_layer):
             if activation_checkpointing == "none":
-                block = Block(shape, dropout, routers, kernels)
+                block = Block(shape, dropout, kernels)
             else:
-                block = CheckpointedBlock(
-                    shape, dropout, routers, kernels, activation_checkpointing
-                )
+                block = CheckpointedBlock(shape, dropout, kernels, activation_checkpointing)
             self.blocks.append(block)
 
         self.norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
@@ -251,14 +249,13 @@ class Block(nn.Module):
         self,
         shape: ModelShape,
         dropout: float,
-        routers: RouterTraining = RouterTraining(),  # noqa: B008
         kernels: Kernels = Kernels(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.attn = Attention(shape, dropout, kernels.attention)
         self.norm2 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.mlp = experts_of(shape, dropout, routers) if shape.experts else MLP(shape, dropout)
+        self.mlp = experts_of(shape, dropout) if shape.experts else MLP(shape, dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Any:
         """Return the stream (B, T, C) after this block; with experts, also routing statistics."""
@@ -282,11 +279,10 @@ class CheckpointedBlock(Block):
         self,
         shape: ModelShape,
         dropout: float,
-        routers: RouterTraining,
         kernels: Kernels,
         activation_checkpointing: str,
     ) -> None:
-        super().__init__(shape, dropout, routers, kernels)
+        super().__init__(shape, dropout, kernels)
         self.activation_checkpointing = activation_checkpointing
         self.drops = dropout > 0
 
@@ -358,7 +354,7 @@ class MLP(nn.Module):
         return self.dropout(self.down(hidden))  # (B, T, 4C) -> (B, T, C)
 
 
-def experts_of(shape: ModelShape, dropout: float, routers: RouterTraining) -> MoE:
+def experts_of(shape: ModelShape, dropout: float) -> MoE:
     """Return a block's experts. The shared ones are one MLP with the hidden units of them all."""
     shared = None
     if shape.shared_experts:
@@ -370,7 +366,6 @@ def experts_of(shape: ModelShape, dropout: float, routers: RouterTraining) -> Mo
         hidden=shape.expert_hidden,
         bias=shape.bias,
         dropout=dropout,
-        training=routers,
         shared=shared,
         gelu=GELU_FORMS[shape.gelu],
     )

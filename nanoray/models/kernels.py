@@ -55,13 +55,10 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, cudnn: bool
         return F.scaled_dot_product_attention(q, k, v, mask, p, is_causal)  # (B, H, T, D)
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, factors: Tensor | None = None
-) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0) -> Tensor:
     """Return causal attention (B, H, T, D) of queries (B, H, T, D) to keys and values (B, H, S, D).
 
-    The last query attends to all keys. `p` is the probability with which a weight is left out, or
-    `factors` (B, H, T, S) are those of a dropout that was drawn before.
+    The last query attends to all keys. `p` is the probability with which a weight is left out.
     """
     T = q.shape[2]
     S = k.shape[2]
@@ -78,9 +75,7 @@ def plain_attention(
     # Autocast would compute the softmax in float32. That of 16-bit scores has float32 sums anyway.
     with torch.autocast(q.device.type, enabled=False):
         weights = scores.softmax(-1)  # (B, H, T, S)
-    if factors is not None:
-        weights = weights * factors
-    elif p > 0:
+    if p > 0:
         weights = dropout(weights, p)
     return weights.to(v.dtype) @ v  # (B, H, T, D)
 

@@ -15,10 +15,6 @@
     gates       of the k chosen experts, divided by their sum; with k = 1 the probability itself, or
                 the router would learn nothing from the loss
     dropless    an expert takes every token that is sent to it
-    capacity    while training, an expert takes at most ceil(capacity · T·k/E) tokens of a sequence,
-                the first ones. Each sequence is counted by itself and in the order of positions, so
-                no token depends on later ones or on other sequences. Tokens beyond the capacity are
-                dropped: this expert adds nothing to them. Evaluation and sampling drop nothing
     balance     per sequence: E · Σ_e (share of choices of e) · (mean probability of e); 1 if even
     z           mean of (log Σ_e exp logit_e)², which keeps the logits small
 
@@ -45,14 +41,12 @@ from nanoray.models.dropout import dropout_layer
 BALANCE = 0
 Z = 1
 ENTROPY = 2
-DROPPED = 3
-LOAD = 4  # and what follows: each expert's share of the choices
+LOAD = 3  # and what follows: each expert's share of the choices
 
 
 class RouterTraining(NamedTuple):
-    """How a router is trained. It does not change the shape of any parameter."""
+    """How a router is trained."""
 
-    capacity: float = 0.0  # factor on the mean number of a sequence's tokens; 0: dropless
     balance: float = 0.01  # factor of the balance loss
     z: float = 0.001  # factor of the z loss
 
@@ -91,13 +85,11 @@ class MoE(nn.Module):
         hidden: int,
         bias: bool,
         dropout: float,
-        training: RouterTraining,
         shared: nn.Module | None = None,
         gelu: str = "none",
     ) -> None:
         super().__init__()
         self.per_token = per_token
-        self.capacity = training.capacity
         self.gelu = gelu  # torch's word for the form of GELU: none | tanh
         self.router = nn.Linear(width, experts, bias=False)
         self.up = Stacked(experts, width, hidden, bias)
@@ -109,8 +101,8 @@ class MoE(nn.Module):
         """Return the experts' result (B, T, C) for x (B, T, C), and statistics of the routing.
 
         The statistics, float32 (LOAD + E,), are means over the batch: the two losses, which have a
-        gradient, the entropy of a token's probabilities as a share of the largest possible one, the
-        share of choices dropped, and each expert's share.
+        gradient, the entropy of a token's probabilities as a share of the largest possible one, and
+        each expert's share of the choices.
         """
         # Rate the experts, and choose the k best for each token.
         logits = self._logits(x)  # (B, T, E)
@@ -120,33 +112,19 @@ class MoE(nn.Module):
         if self.per_token > 1:
             gates = gates / gates.sum(-1, keepdim=True)
 
-        # Drop what exceeds an expert's capacity.
-        hot = F.one_hot(chosen, logits.shape[-1])  # (B, T, k, E)
-        kept = None
-        if self.training and self.capacity:
-            kept = self._within_capacity(hot)  # (B, T, k)
-
         # Apply the experts.
-        y = self.mix(x, gates, chosen, kept)  # (B, T, C)
+        y = self.mix(x, gates, chosen)  # (B, T, C)
         if self.shared is not None:
             y = y + self.shared(x)
-        return self.dropout(y), describe(logits, probabilities, hot, kept)
+        return self.dropout(y), describe(logits, probabilities, chosen)
 
     def _logits(self, x: Tensor) -> Tensor:
         # In float32: rounded logits would flip the choice between close experts.
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.float(), self.router.weight.float())
 
-    def _within_capacity(self, hot: Tensor) -> Tensor:
-        """Return a mask (B, T, k) of the choices within the capacity: a sequence's first ones."""
-        B, T, k, E = hot.shape
-        limit = math.ceil(self.capacity * T * k / E)
-        # For each choice, the number of earlier choices of the same expert in its sequence.
-        before = hot.view(B, T * k, E).cumsum(1).view(B, T, k, E) - hot  # (B, T, k, E)
-        return (before * hot).sum(-1) < limit
-
     @torch.compiler.disable
-    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """Return the sum of the experts' results for x (B, T, C), weighted with gates (B, T, k).
 
         Returns (B, T, C). It runs eagerly in a compiled block, because the number of an expert's
@@ -157,19 +135,15 @@ class MoE(nn.Module):
         k = self.per_token
         E = self.router.weight.shape[0]
 
-        # Sort the N·k choices by expert, then by token. Dropped ones are expert E, so they come last.
+        # Sort the N·k choices by expert, then by token.
         expert = chosen.flatten()  # (N·k,)
-        if kept is not None:
-            expert = expert.masked_fill(~kept.flatten(), E)
-        counts = expert.bincount(minlength=E + 1)[:E]  # (E,) tokens of each expert
+        counts = expert.bincount(minlength=E)  # (E,) tokens of each expert
         order = expert.argsort(stable=True)  # (N·k,)
-        if kept is not None:
-            order = order[: int(counts.sum())]  # (n,)
 
         # Apply the experts to the sorted copies. In the compute dtype, because with expert
         # parallelism they travel to other ranks.
-        copies = tokens.repeat_interleave(k, 0)[order].to(_compute_dtype(tokens))  # (n, C)
-        results = self.apply_experts(copies, counts)  # (n, C)
+        copies = tokens.repeat_interleave(k, 0)[order].to(_compute_dtype(tokens))  # (N·k, C)
+        results = self.apply_experts(copies, counts)  # (N·k, C)
 
         # Put the results back in order, and add up those of a token.
         unsorted = results.new_zeros(N * k, C).index_copy(0, order, results).view(N, k, C)
@@ -192,20 +166,17 @@ class MoE(nn.Module):
         return torch.cat(results)
 
 
-def describe(logits: Tensor, probabilities: Tensor, hot: Tensor, kept: Tensor | None) -> Tensor:
+def describe(logits: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
     """Return the statistics of a layer's routing, float32 (LOAD + E,); see `MoE.forward`."""
     E = logits.shape[-1]
     # Only the mean probability has a gradient here; counting choices has none.
-    share = hot.float().mean((1, 2))  # (B, E): of a sequence's choices
+    share = F.one_hot(chosen, E).float().mean((1, 2))  # (B, E): of a sequence's choices
     balance = E * (share * probabilities.mean(1)).sum(-1).mean()
     z = logits.logsumexp(-1).square().mean()
 
     log_probabilities = probabilities.clamp_min(1e-30).log()
     entropy = -(probabilities * log_probabilities).sum(-1).mean() / math.log(max(E, 2))
-    dropped = torch.zeros_like(z)
-    if kept is not None:
-        dropped = 1 - kept.float().mean()
-    return torch.cat([torch.stack([balance, z, entropy.detach(), dropped]), share.mean(0)])
+    return torch.cat([torch.stack([balance, z, entropy.detach()]), share.mean(0)])
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

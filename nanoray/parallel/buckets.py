@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from nanoray.errors import ConfigError
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.compress import Compressor, SendingBucket
+from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
@@ -342,7 +342,7 @@ class Buckets(DataParallel):
 
         last = self._next == len(self._buckets)
         if self.compressor:
-            self.compressor.send(SendingBucket(bucket.grads, bucket.params, bucket.index, last))
+            self.compressor.send(bucket.grads, bucket.index, last)
             return
 
         sending = self._axis.start_reduce_scatter(bucket.grads, "gradients", bucket.index, last)

@@ -11,55 +11,34 @@ rounding loses is forgotten.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanoray.config import Config
 from nanoray.parallel.axis import Axis
 from nanoray.parallel.hooks import StepHook
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class SendingBucket(NamedTuple):
-    """One bucket on its way: its gradients, (m,), and the parameters that they belong to."""
-
-    flat: Tensor
-    params: Sequence[Tensor]
-    bucket: int
-    last: bool  # of a backward pass
-
-
 class Compressor(StepHook):
     """Sums the buckets of one group of ranks."""
 
-    def __init__(self, model: nn.Module, axis: Axis, config: Config) -> None:
-        """Take the data ranks, and the names of the parameters that have gradients."""
+    def __init__(self, axis: Axis, kind: str) -> None:
+        """Sum over the ranks of `axis`, in numbers of this kind."""
         self._axis = axis
-        self._dtype = TYPES[config.grad_compress]
-        self._names: dict[Tensor, str] = {}
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                self._names[param] = name
-        self.bucket_names: dict[int, list[str]] = {}
+        self._dtype = TYPES[kind]
         self._flight: deque[Iterator[None]] = deque()
 
-    def send(self, sent: SendingBucket) -> None:
-        """Start to sum a bucket over the ranks; its gradients are divided by their number. (all
-        ranks, in one order)
+    def send(self, flat: Tensor, bucket: int, last: bool) -> None:
+        """Start to sum a bucket (m,) over the ranks, in place. (all ranks, in one order)
 
-        Earlier buckets take their next step meanwhile, so that all ranks start all collectives in
-        the same order.
+        Its gradients are divided by the number of ranks. Earlier buckets take their next step
+        meanwhile, so that all ranks start all collectives in the same order. last: of a backward.
         """
-        if sent.bucket == 0:  # DDP lays its buckets out anew after the first backward
-            self.bucket_names.clear()
-        self.bucket_names[sent.bucket] = [self._names[p] for p in sent.params]
-
         # A flow is a generator: it starts an exchange and yields, and is resumed to wait for it.
-        flow = self._sum(sent)
+        flow = self._sum(flat, bucket, last)
         next(flow)
         self._advance()
         self._flight.append(flow)
@@ -79,19 +58,19 @@ class Compressor(StepHook):
             if next(flow, "done") == "done":
                 self._flight.remove(flow)
 
-    def _sum(self, sent: SendingBucket) -> Iterator[None]:
+    def _sum(self, flat: Tensor, bucket: int, last: bool) -> Iterator[None]:
         """Sum a bucket in two exchanges of rounded numbers. Each `yield` is a wait for one."""
         n = self._axis.size
         own = self._axis.index
-        m = sent.flat.numel()
+        m = flat.numel()
 
         # Send slice i to rank i. Slices are padded with zeros to one length.
         share = -(-m // n)
-        work = torch.zeros(n * share, dtype=torch.float32, device=sent.flat.device)
-        work[:m] = sent.flat
+        work = torch.zeros(n * share, dtype=torch.float32, device=flat.device)
+        work[:m] = flat
         work = work.view(n, share)  # row i goes to rank i
         rows = self._encode(work)  # (n, bytes)
-        arrived = self._axis.start_exchange(rows.view(-1), "gradients", sent.bucket, sent.last)
+        arrived = self._axis.start_exchange(rows.view(-1), "gradients", bucket, last)
         yield
 
         # Add the slices of all ranks, in their order. The own one is not rounded: it has not
@@ -104,11 +83,11 @@ class Compressor(StepHook):
 
         # Send the sum to all, rounded once more.
         rows[own] = self._encode(total)
-        gathered = self._axis.start_all_gather(rows.view(-1), "gradients", sent.bucket)
+        gathered = self._axis.start_all_gather(rows.view(-1), "gradients", bucket)
         yield
 
         gathered()
-        sent.flat.copy_(self._decode(rows).view(-1)[:m])
+        flat.copy_(self._decode(rows).view(-1)[:m])
 
     def _encode(self, numbers: Tensor) -> Tensor:
         """Return float32 numbers, (..., s), as bytes, (..., 2s)."""

@@ -31,20 +31,12 @@ is on its way. What each rank has in each pass, and which part of its work that 
     bytes that a rank sends, of B sequences of T positions, per layer: (cp-1) · 2·B·T/cp·C numbers in
     forward; in backward as many again, and cp · 2·B·T/cp·C of float32
 
---cp_attention all_gather is the simple way: gather all keys and values, attend with the own queries,
-and in backward sum dk and dv to their owners (a reduce-scatter in the order of the ranks). It sends
-less, because keys and values travel once, but nothing is hidden, and each rank keeps those of all
-positions until the layer's backward.
-
 Weights are equal on all ranks of the axis, and each computes a part of their gradient: the sum over
 data replicas is one over parts of sequences as well, so every dp_mode shares weights over both.
 Every rank's loss is the mean over as many tokens, so the mean of these means is that of all tokens.
 
-    positions  learned and rotary ones are those of the whole sequence
-    dropout    on a CPU masks are those of one process that compiles nothing: every rank draws the masks of
-               whole sequences, and keeps its own rows. That takes the time of a whole mask, and in
-               attention the memory of a mask of own queries and all keys. A GPU draws the masks of the
-               weights of attention for each rank apart, by its number
+Learned and rotary positions are those of the whole sequence. There is no dropout: to draw the masks of
+one process, a rank would need those of whole sequences.
 
 Source: Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, and the zigzag order
 of Llama 3 (2024) for the balance; the running softmax in cp_blocks.py.
@@ -52,19 +44,16 @@ of Llama 3 (2024) for the balance; the running softmax in cp_blocks.py.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nanoray.data.sequence_part import SequencePart
-from nanoray.models.dropout import Dropout, derive_seed, draw_factors, dropout, seed_generators
 from nanoray.models.gpt import GPT, Attention, KVCache, Positions
-from nanoray.models.kernels import fused_attention, plain_attention, rotate
+from nanoray.models.kernels import rotate
 from nanoray.parallel import cp_blocks
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.residual_stream import CutDropout, own_positions
 from nanoray.parallel.tp import CutPositions, SplitAttention
 
 FORWARD = "keys_values"  # what travels, as a trace calls it
@@ -78,11 +67,11 @@ def part_of(axis: Axis) -> SequencePart | None:
     return SequencePart(axis.index, axis.size)
 
 
-def cut(model: nn.Module, axis: Axis, way: str = "ring") -> None:
+def cut(model: nn.Module, axis: Axis) -> None:
     """Let a GPT work on this rank's part of sequences, in place. Nothing is sent.
 
     Parameters stay as they are. A model that another group of ranks has cut so gets this axis. The
-    cut over tp comes first. way: ring or all_gather.
+    cut over tp comes first.
     """
     assert isinstance(model, GPT), "the table of conflicts refuses other models"
     part = part_of(axis)
@@ -93,8 +82,7 @@ def cut(model: nn.Module, axis: Axis, way: str = "ring") -> None:
             module.__class__ = kind
         if isinstance(module, ContextAttention):
             module.context = axis
-            module.way = way
-        if isinstance(module, ContextAttention | ContextDropout | ContextPositions):
+        if isinstance(module, ContextAttention | ContextPositions):
             module.part = part
 
 
@@ -114,7 +102,6 @@ class ContextAttention(Attention):
 
     context: Axis | None
     part: SequencePart
-    way: str
 
     def heads(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the heads' results for own positions x (B, T/cp, C), as Attention does."""
@@ -130,9 +117,7 @@ class ContextAttention(Attention):
             q = rotate_own(q, self.part)
             k = rotate_own(k, self.part)
 
-        p = self.dropout.p if self.training else 0.0
-        attend = ring_attention if self.way == "ring" else gathered_attention
-        y = attend(q, k, v, self.context, self.kernel, p)  # (B, H, T/cp, D)
+        y = ring_attention(q, k, v, self.context, self.kernel)  # (B, H, T/cp, D)
         return y.transpose(1, 2).flatten(2)  # (B, T/cp, C)
 
 
@@ -161,40 +146,11 @@ class CutContextPositions(ContextPositions):
         return own.chunk(self.axis.size)[self.axis.index]  # (T/cp/tp, C)
 
 
-class ContextDropout(Dropout):
-    """Dropout of own positions: their rows of the mask of whole sequences."""
-
-    part: SequencePart
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x (B, T/cp, C) with the masks that x (B, T, C) has in one process."""
-        if not (self.training and self.p > 0):
-            return x
-        return x * own_stream_factors(x, self.p, self.part)
-
-
-class CutContextDropout(ContextDropout):
-    """The same, where the ranks of tp share the own positions."""
-
-    axis: Axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x (B, T/cp/tp, C) with the masks that x (B, T, C) has in one process."""
-        if not (self.training and self.p > 0):
-            return x
-        B, T, C = x.shape
-        like = x.new_empty(B, T * self.axis.size, C)
-        factors = own_stream_factors(like, self.p, self.part)  # (B, T/cp, C)
-        return x * own_positions(factors, self.axis)
-
-
 _KINDS = {
     Attention: ContextAttention,
     SplitAttention: SplitContextAttention,
     Positions: ContextPositions,
     CutPositions: CutContextPositions,
-    Dropout: ContextDropout,
-    CutDropout: CutContextDropout,
 }
 
 
@@ -203,50 +159,6 @@ def rotate_own(x: Tensor, part: SequencePart) -> Tensor:
     size = x.shape[2] // 2
     early, late = part.chunks
     return torch.cat([rotate(x[:, :, :size], early * size), rotate(x[:, :, size:], late * size)], 2)
-
-
-# The masks of dropout. They are drawn beside compiled code, so that compiling changes none.
-
-
-@torch.compiler.disable
-def own_stream_factors(x: Tensor, p: float, part: SequencePart) -> Tensor:
-    """Return the factors of dropout of own positions x (B, T/cp, C): 0 and 1/(1 - p)."""
-    B, own, C = x.shape
-    T = own * part.ranks
-    # A GPU draws the mask at once. So does a CPU where a sequence is no multiple of four numbers.
-    if x.device.type != "cpu" or (T * C) % 4:
-        return part.own(dropout(x.new_ones(B, T, C), p))
-    # One sequence at a time, so that one mask is in memory.
-    factors = torch.empty_like(x)
-    for b in range(B):
-        factors[b] = part.own(draw_factors(x.new_empty(T, C), p), 0)
-    return factors
-
-
-def own_weight_factors(q: Tensor, p: float, axis: Axis) -> Tensor | None:
-    """Return the factors of dropout of the weights of own queries q, (B, H, T/cp, T); None: no
-    dropout.
-    """
-    if p == 0:
-        return None
-    B, H, own, _ = q.shape
-    T = own * axis.size
-    part = SequencePart(axis.index, axis.size)
-    factors = q.new_empty(B, H, own, T)
-    if q.device.type == "cpu":
-        # One head at a time: a mask (T, T) takes the memory of a head's scores in one process.
-        for b in range(B):
-            for h in range(H):
-                factors[b, h] = part.own(draw_factors(q.new_empty(T, T), p), 0)
-        return factors
-
-    # A GPU would draw the masks of all ranks on each of them: here each draws its own, from a seed
-    # that it does not share. Later layers have the common seed again.
-    common = torch.initial_seed()
-    seed_generators(derive_seed(common, axis.index), q.device)
-    factors = dropout(factors.fill_(1.0), p)
-    seed_generators(common, q.device)
-    return factors
 
 
 # The ring.
@@ -276,15 +188,12 @@ def work_with(own: int, other: int, positions: int) -> _Work:
 
 
 @torch.compiler.disable
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: str = "plain", p: float = 0.0
-) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: str = "plain") -> Tensor:
     """Return causal attention of own queries (B, H, T/cp, D) to the keys and values of all ranks.
 
-    (all ranks of the axis) p: the probability with which a weight is left out.
+    (all ranks of the axis)
     """
-    factors = own_weight_factors(q, p, axis)
-    result: Tensor = _Ring.apply(q, k, v, factors, axis, kernel)
+    result: Tensor = _Ring.apply(q, k, v, axis, kernel)
     return result
 
 
@@ -292,34 +201,30 @@ class _Ring(torch.autograd.Function):
     """Blocks of keys and values pass from rank to rank, in forward and in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, factors: Tensor | None, axis: Axis, kernel: str
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: str) -> Tensor:
         # Autocast has chosen the type of q, k and v; sums are of float32 at least.
         with torch.autocast(q.device.type, enabled=False):
             own_block = torch.stack([k, v])  # (2, B, H, T/cp, D)
-            y, sums = _ring_forward(q, own_block, factors, axis, kernel)
+            y, sums = _ring_forward(q, own_block, axis, kernel)
             y = y.to(q.dtype)
         # Views of what the projection returned: a kept block would be a second copy.
-        ctx.save_for_backward(q, k, v, y, sums, factors)
+        ctx.save_for_backward(q, k, v, y, sums)
         ctx.axis = axis
         ctx.kernel = kernel
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, y, sums, factors = ctx.saved_tensors
+        q, k, v, y, sums = ctx.saved_tensors
         own_block = torch.stack([k, v])  # (2, B, H, T/cp, D)
         with torch.autocast(q.device.type, enabled=False):
             result = _Result(grads[0].to(q.dtype), y, sums)
-            dq, d_block = _ring_backward(q, own_block, result, factors, ctx.axis, ctx.kernel)
+            dq, d_block = _ring_backward(q, own_block, result, ctx.axis, ctx.kernel)
             dk, dv = d_block.to(q.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
-def _ring_forward(
-    q: Tensor, block: Tensor, factors: Tensor | None, axis: Axis, kernel: str
-) -> tuple[Tensor, Tensor]:
+def _ring_forward(q: Tensor, block: Tensor, axis: Axis, kernel: str) -> tuple[Tensor, Tensor]:
     """Return result (B, H, T/cp, D) and sums (B, H, T/cp) over the keys of all ranks."""
     y = torch.empty(0)
     sums = torch.empty(0)
@@ -328,9 +233,8 @@ def _ring_forward(
         next_block = _start_next(block, axis, turn)
         other = (axis.index - turn) % axis.size
         work = work_with(axis.index, other, q.shape[2])
-        keep = _factors_of(factors, work, other, axis)
         k, v = block[:, :, :, work.keys]
-        more, more_sums = cp_blocks.forward(q[:, :, work.queries], k, v, work.causal, keep, kernel)
+        more, more_sums = cp_blocks.forward(q[:, :, work.queries], k, v, work.causal, kernel)
 
         # The first block is the own one: all queries have a result from it. Copies, because
         # activation checkpointing may have kept what a kernel returned. In memory the heads of a
@@ -358,7 +262,7 @@ class _Result(NamedTuple):
 
 
 def _ring_backward(
-    q: Tensor, block: Tensor, result: _Result, factors: Tensor | None, axis: Axis, kernel: str
+    q: Tensor, block: Tensor, result: _Result, axis: Axis, kernel: str
 ) -> tuple[Tensor, Tensor]:
     """Return dq of own queries, and dk and dv of the own block, (2, B, H, T/cp, D)."""
     dq = torch.zeros_like(q, dtype=result.sums.dtype)
@@ -368,7 +272,6 @@ def _ring_backward(
         other = (axis.index - turn) % axis.size
         work = work_with(axis.index, other, q.shape[2])
         rows = work.queries
-        keep = _factors_of(factors, work, other, axis)
         k, v = block[:, :, :, work.keys]
         d_queries, d_keys, d_values = cp_blocks.backward(
             result.grad[:, :, rows],
@@ -378,7 +281,6 @@ def _ring_backward(
             result.y[:, :, rows],
             result.sums[:, :, rows],
             work.causal,
-            keep,
             kernel,
         )
         dq[:, :, rows] += d_queries
@@ -405,72 +307,3 @@ def _start_next(block: Tensor, axis: Axis, turn: int) -> Any:
     if turn == axis.size - 1:
         return None
     return axis.start_pass_on(block, 1, FORWARD)
-
-
-def _factors_of(factors: Tensor | None, work: _Work, other: int, axis: Axis) -> Tensor | None:
-    """Return dropout's factors of the weights that a rank computes with the block of `other`."""
-    if factors is None:
-        return None
-    of_block = SequencePart(other, axis.size).own(factors[:, :, work.queries], -1)
-    return of_block[..., work.keys]
-
-
-# The simple way.
-
-
-@torch.compiler.disable
-def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, kernel: str = "plain", p: float = 0.0
-) -> Tensor:
-    """Return the same as `ring_attention`. (all ranks of the axis)"""
-    factors = own_weight_factors(q, p, axis)
-    keys, values = _Gathered.apply(torch.stack([k, v]), axis)  # (B, H, T, D) each
-
-    # Each of the two own chunks attends to the keys up to its end.
-    size = q.shape[2] // 2
-    results = []
-    for place, chunk in enumerate(SequencePart(axis.index, axis.size).chunks):
-        rows = slice(place * size, (place + 1) * size)
-        end = (chunk + 1) * size
-        seen = keys[:, :, :end], values[:, :, :end]
-        attend = fused_attention
-        if kernel == "plain":
-            own = None if factors is None else factors[:, :, rows, :end]
-            attend = partial(plain_attention, factors=own)
-        results.append(attend(q[:, :, rows], *seen))
-    return torch.cat(results, 2)
-
-
-class _Gathered(torch.autograd.Function):
-    """All positions' keys and values, and in backward the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
-        """Return (2, B, H, T, D) in the order of the sequence, given own ones (2, B, H, T/cp, D)."""
-        ctx.axis = axis
-        parts = own.new_empty(axis.size, *own.shape)
-        parts[axis.index] = own
-        axis.start_all_gather(parts.view(-1), FORWARD)()
-        return _in_order(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        axis = ctx.axis
-        parts = []
-        for index in range(axis.size):
-            parts.append(SequencePart(index, axis.size).own(grads[0], 3))
-        of_ranks = torch.stack(parts)  # (cp, 2, B, H, T/cp, D)
-        own = torch.empty_like(of_ranks[0])
-        with axis.noted("reduce_scatter", BACKWARD, of_ranks):
-            axis.start_reduce_scatter(of_ranks.view(-1), BACKWARD)(own.view(-1))
-        return own, None
-
-
-def _in_order(parts: Tensor) -> Tensor:
-    """Return the positions (..., T, D) of all ranks in the order of the sequence.
-
-    parts: by rank, (cp, ..., T/cp, D).
-    """
-    early, late = parts.chunk(2, -2)
-    # Chunks 0 to cp-1 are the early ones of the ranks in their order, the late ones go back.
-    return torch.cat([*early, *late.flip(0)], -2)

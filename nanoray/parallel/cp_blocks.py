@@ -41,23 +41,17 @@ from nanoray.machine.compat import (
 _ALL_BUT_BIAS = (True, True, True, False)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, keep: Tensor | None, kernel: str
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, kernel: str) -> tuple[Tensor, Tensor]:
     """Return y (B, H, T, D) and l (B, H, T), at least float32, of queries and one block of keys.
 
-    causal: query t attends to the keys up to t, of as many keys; else to all. keep: dropout's
-    factors of the weights, (B, H, T, S).
+    causal: query t attends to the keys up to t, of as many keys; else to all.
     """
     if kernel == "flash" and _has_fused(q):
-        assert keep is None, "the table of conflicts refuses it"
         return _fused_forward(q, k, v, causal)
 
     scores = _scores(q, k, causal)  # (B, H, T, S)
     sums = scores.logsumexp(-1)  # (B, H, T)
     weights = (scores - sums.unsqueeze(-1)).exp_()
-    if keep is not None:
-        weights = weights * keep
     return (weights.to(v.dtype) @ v).to(sums.dtype), sums
 
 
@@ -77,7 +71,6 @@ def backward(
     y: Tensor,
     sums: Tensor,
     causal: bool,
-    keep: Tensor | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one block's parts of dq (B, H, T, D), dk and dv (B, H, S, D), at least float32.
@@ -91,11 +84,7 @@ def backward(
 
     weights = (_scores(q, k, causal) - sums.unsqueeze(-1)).exp_()  # (B, H, T, S)
     d_weights = (grad @ v.transpose(-2, -1)).to(sums.dtype)
-    kept = weights
-    if keep is not None:
-        kept = weights * keep
-        d_weights = d_weights * keep
-    dv = kept.to(grad.dtype).transpose(-2, -1) @ grad
+    dv = weights.to(grad.dtype).transpose(-2, -1) @ grad
 
     # Through the softmax: what all weights of a query have in common is taken away.
     common = (grad.to(sums.dtype) * y).sum(-1, keepdim=True)  # (B, H, T, 1)

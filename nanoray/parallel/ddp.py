@@ -4,8 +4,8 @@ while backward runs.
     backward of layer 3   2   1   0
     all-reduce            └ bucket 0 ┘└ bucket 1 ┘     a bucket leaves when its last gradient is computed
 
-A hook may average the buckets in place of the backend: by an all-reduce written by hand
-(parallel/algorithms.py), or compressed (compress.py).
+A hook may average the buckets in place of the backend, by an all-reduce written by hand
+(parallel/algorithms.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from nanoray.config import Config
 from nanoray.machine.compat import NO_BUFFER_SYNC
 from nanoray.parallel.algorithms import AsyncAllReduce
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.compress import Compressor, SendingBucket
 from nanoray.parallel.mesh import Mesh
 from nanoray.parallel.mode import DataParallel, Hook
 
@@ -36,9 +35,7 @@ class TorchDDP(DataParallel):
     after the update.
     """
 
-    def __init__(
-        self, model: nn.Module, axis: Axis, config: Config, compressor: Compressor | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, axis: Axis, config: Config) -> None:
         """Wrap `model` for this axis. (all its ranks)
 
         They must hold equal weights before the first step.
@@ -47,17 +44,14 @@ class TorchDDP(DataParallel):
         self._model = model
         self._bucket_mb = config.bucket_mb
         self._params = [p for p in model.parameters() if p.requires_grad]
-        self._compressor = compressor
         self._by_hand: AsyncAllReduce | None = None
         self._twin: nn.Module | None = None
 
-        # Who averages a bucket: the backend (no hook), an all-reduce by hand, or the compressor.
+        # Who averages a bucket: the backend (no hook), or an all-reduce by hand.
         hook: Hook | None = None
         if config.allreduce != "backend" and axis.size > 1:
             self._by_hand = _start_all_reduce(config, axis.mesh)
             hook = average_by(self._by_hand.start, axis.size)
-        if compressor is not None:
-            hook = compress_by(compressor, axis.size)
 
         self._plain = self._wrap(hook)
         self.wrapped = self._plain
@@ -70,13 +64,7 @@ class TorchDDP(DataParallel):
     def reduce(self) -> Callable[[Tensor], Any] | None:
         return None if self._by_hand is None else self._by_hand.start
 
-    @property
-    def bucket_names(self) -> dict[int, list[str]]:
-        return {} if self._compressor is None else self._compressor.bucket_names
-
     def add_twin(self, hook: Hook) -> nn.Module | None:
-        if self._compressor is not None:
-            return None
         self._twin = self._wrap(hook)
         return self._twin
 
@@ -183,35 +171,6 @@ def average_by(reduce: Callable[[Tensor], Any], ranks: int) -> Hook:
         # Divided before the sum, as DDP's own path does: 16-bit gradients could overflow else.
         share = bucket.buffer().mul_(1.0 / ranks)
         return reduce(share).then(lambda future: first_of(future.value()))
-
-    return hook
-
-
-def compress_by(compressor: Compressor, ranks: int) -> Hook:
-    """Return a hook that averages a bucket compressed.
-
-    All futures of a backward complete together, after its last bucket: until then the buckets take
-    turns with their exchanges.
-    """
-    waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-
-    def hook(bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        flat = bucket.buffer().mul_(1.0 / ranks)
-        if bucket.index() == 0:
-            waiting.clear()  # an earlier backward may have broken
-
-        compressor.send(SendingBucket(flat, bucket.parameters(), bucket.index(), bucket.is_last()))
-
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[flat.device] if flat.is_cuda else None
-        )
-        waiting.append((future, flat))
-        if bucket.is_last():
-            compressor.drain()
-            for done, average in waiting:
-                done.set_result(average)
-            waiting.clear()
-        return future
 
     return hook
 

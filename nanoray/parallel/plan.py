@@ -107,7 +107,7 @@ class Plan:
         # None: one data rank sends no gradients
         self.compressor: Compressor | None = None
         if config.grad_compress != "none" and self.data.size > 1:
-            self.compressor = Compressor(model, self.data, config)
+            self.compressor = Compressor(self.data, config.grad_compress)
         # Hybrid sharding: the ranks that share the work are one group of several.
         groups: Groups | None = None
         if axes["replica"].size > 1 and mode in SHARDED:
@@ -321,8 +321,8 @@ class Plan:
     def add_twin(self, hook: Hook) -> nn.Module | None:
         """Wrap the model a second time, for steps whose collectives are measured. (all ranks)
 
-        None where a second wrapper measures nothing: buckets by hand and compressed ones note
-        themselves, and torch's DDP is in no pipeline.
+        None where a second wrapper measures nothing: buckets by hand note themselves, and torch's
+        DDP is in no pipeline.
         """
         return self._mode.add_twin(hook) if self.flow.has_twin else None
 
@@ -367,7 +367,7 @@ def cut(model: nn.Module, axes: Axes, config: Config, mirror: int) -> CutModel:
         tp.cut(model, tensor, config.sequence_parallel)
 
     if axes["cp"].size > 1:
-        cp.cut(model, axes["cp"], config.cp_attention)
+        cp.cut(model, axes["cp"])
 
     stage: pp.Stage | None = None
     if stages.size > 1:
@@ -421,7 +421,7 @@ def make_data_parallel(
     own = script if data.size > 1 else None
     if mode == "ddp":
         make_ddp = own.ddp if own else TorchDDP
-        return make_ddp(model, data, config, compressor)
+        return make_ddp(model, data, config)
     if mode == "fsdp":
         make_fsdp = own.fsdp if own else FSDP
         return make_fsdp(model, data, config, mirror, groups)

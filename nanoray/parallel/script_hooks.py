@@ -13,7 +13,6 @@ from torch import nn
 from nanoray.config import Config
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.compress import Compressor
 from nanoray.parallel.flow import Flow, Loss
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
@@ -33,7 +32,7 @@ class ScriptHooks:
     hooks: MakeHooks
     """makes the hooks of a model that a mode has prepared (all ranks)"""
 
-    ddp: Callable[[nn.Module, Axis, Config, Compressor | None], DataParallel]
+    ddp: Callable[[nn.Module, Axis, Config], DataParallel]
     """makes torch's DDP for a model of which ranks may skip parameters"""
 
     fsdp: Callable[[nn.Module, Axis, Config, int, Groups | None], DataParallel]

@@ -74,8 +74,8 @@ class SplitExperts(MoE):
         return whole(logits, self.tensor) if self.sequence else logits  # (B, T, E)
 
     @torch.compiler.disable
-    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor, kept: Tensor | None) -> Tensor:
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         x = enter(x, self.tensor, self.sequence)
         gates = enter(gates, self.tensor)
-        y = super().mix(x, gates, chosen, kept)
+        y = super().mix(x, gates, chosen)
         return leave(y, self.tensor, self.sequence)

@@ -21,7 +21,6 @@ from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.machine.compat import gradient_hooks
 from nanoray.parallel.axis import Axis
-from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
 from nanoray.parallel.mode import Hook
 
@@ -29,15 +28,13 @@ from nanoray.parallel.mode import Hook
 class SkippingDDP(TorchDDP):
     """TorchDDP that waits for no gradient which a rank does not compute."""
 
-    def __init__(
-        self, model: nn.Module, axis: Axis, config: Config, compressor: Compressor | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, axis: Axis, config: Config) -> None:
         """Wrap `model` for this axis, as TorchDDP does. (all its ranks, of which there are several)"""
         self._names = {p: name for name, p in model.named_parameters()}
         self._arrived: set[nn.Parameter] = set()  # parameters that the present backward has reached
         self._computed: set[str] = set()  # parameters with a gradient of this rank, in this step
         self._watch([p for p in model.parameters() if p.requires_grad])
-        super().__init__(model, axis, config, compressor)
+        super().__init__(model, axis, config)
 
     def _wrap(self, hook: Hook | None) -> nn.Module:
         wrapped = super()._wrap(hook)

@@ -43,18 +43,18 @@ from nanoray.parallel.mesh import Mesh, abandon_groups
 from nanoray.parallel.rendezvous import Order, Rendezvous
 from nanoray.train.engine import Engine, Regroup
 from nanoray.train.guard.replicas import agreed, digest
-from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.out_of_memory import (
     ENOUGH,
     LESS,
     Shortage,
     agree,
+    asked_of,
     describe,
     record,
     shortage_of,
     update_is_done_in_part,
 )
-from nanoray.train.tasks import task_of
+from nanoray.train.tasks import Task, task_of
 
 log = logging.getLogger("nanoray.rank")
 # Takes the error; returns once the lost rank has been replaced
@@ -239,7 +239,7 @@ def require_smaller(
     if own.ends:
         raise MemoryExhausted(f"{own.ends}. Then resume") from error
 
-    record(group.spec, step, mesh, own)
+    record(group.spec.folder, step, asked_of(group.spec.config, mesh), own)
     raise OutOfMemory(
         f"rank {mesh.rank} {own.why}; after a restart a micro batch has at most {own.limit} "
         f"instead of {engine.batches.batch.micro}, and the global batch stays"
@@ -358,15 +358,14 @@ def rehearse(spec: RunSpec) -> None:
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     # A function of its own: the wrapper must be gone before the group (see `apply_ddp`).
-    _take_two_steps(spec)
+    _take_two_steps(task_of(spec))
     abandon_groups()
 
 
-def _take_two_steps(spec: RunSpec) -> None:
+def _take_two_steps(task: Task) -> None:
     """Train a model of the run for two steps in a group of this process alone."""
-    task = task_of(spec)
     alone = task.model()
-    optimizer = make_optimizer(alone, spec.config)
+    optimizer = task.optimizer(alone, None)
     data = task.data(torch.device("cpu"))
     model = DistributedDataParallel(alone)
     for _ in range(2):  # DDP regroups its buckets at the start of the second pass

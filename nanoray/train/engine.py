@@ -335,7 +335,7 @@ class Engine:
         self.note(f"warning  {why}. Rolling back to {path} and continuing with the data after it")
         # First what the forwards of this step have changed, then the checkpoint.
         self.par.zero_grad()
-        saved = read_checkpoint(path, self.spec, self.mesh, state, self.note)
+        saved = read_checkpoint(path, self.cfg, self.spec.dataset, self.mesh, state, self.note)
         self.par.settle()
 
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
@@ -494,7 +494,9 @@ class Engine:
             self.reading.raise_failure(state.step, saved=state.step > state.session.begun)
         self.phase("done")
         summary = self.instruments.summary()
-        return outcome(self.spec, self.mesh, state, self.exit_reason(order), summary)
+        precision, resumed_from = self.cfg.precision, self.spec.resume
+        reason = self.exit_reason(order)
+        return outcome(self.mesh, state, precision, resumed_from, reason, summary)
 
     @property
     def on_target(self) -> bool:

@@ -101,7 +101,7 @@ class LoopArm:
             self._threads = max(1, int(config.cpus_per_worker))
         spec = replace(spec, config=config, folder=spec.folder / FOLDER, resume="", attempt=0)
         if isinstance(task, ConfiguredTask):
-            task.spec = spec
+            task.config = config
         (spec.folder / "logs").mkdir(parents=True, exist_ok=True)
         layout = Layout.of(config, mesh.world_size, mesh.slots)
         self.mesh = replace(mesh, layout=layout)

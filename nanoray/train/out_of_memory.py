@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
@@ -148,22 +147,17 @@ def asked_of(config: Config, mesh: Mesh) -> int:
     return resolve_batch(config, mesh.slots // config.replica_ranks).micro
 
 
-def record(spec: RunSpec, step: int, mesh: Mesh, shortage: Shortage) -> None:
-    """Append a shortage to the run's faults.jsonl. `step` is the one that is done again."""
-    values = {
-        "step": step,
-        "asked": asked_of(spec.config, mesh),
-        "limit": shortage.limit,
-        "why": shortage.why,
-    }
-    append_event(spec.folder / "faults.jsonl", EVENT, values)
+def record(folder: Path, step: int, asked: int, shortage: Shortage) -> None:
+    """Append a shortage to a run's faults.jsonl. `step` is the one that is done again."""
+    values = {"step": step, "asked": asked, "limit": shortage.limit, "why": shortage.why}
+    append_event(folder / "faults.jsonl", EVENT, values)
 
 
-def agreed_record(spec: RunSpec, mesh: Mesh) -> Shortage:
+def agreed_record(folder: Path, config: Config, mesh: Mesh) -> Shortage:
     """Return what has fitted before in this run, as rank 0 finds it recorded. (all ranks)"""
     limit = 0
-    if mesh.rank == 0 and spec.config.on_oom == "shrink":
-        limit = recorded(spec.folder, asked_of(spec.config, mesh))
+    if mesh.rank == 0 and config.on_oom == "shrink":
+        limit = recorded(folder, asked_of(config, mesh))
     return Shortage(mesh.broadcast(limit))
 
 

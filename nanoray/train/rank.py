@@ -94,7 +94,7 @@ def train(
         if start.source is None:
             announce(recipe, group, start)
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
-        recipe.ended(outcome, group.spec)
+        recipe.ended(outcome, spec.checkpoints)
     except BaseException as error:
         recipe.observers.failed(error)
         raise
@@ -125,9 +125,9 @@ def complete(
     config = resolved(start.spec.config, mesh, start.precision, task.settings())
     spec = replace(start.spec, config=config)
     if isinstance(task, ConfiguredTask):
-        task.spec = spec  # the model needs a resolved `attention`, and not `auto`
+        task.config = config  # the model needs a resolved `attention`, and not `auto`
     # (all ranks) A run that had run out of memory begins with what has fitted since.
-    memory = start.memory if start.source is not None else agreed_record(spec, mesh)
+    memory = start.memory if start.source is not None else agreed_record(spec.folder, config, mesh)
     return task, TrainingGroup(spec, mesh, start.source, start.strays, memory)
 
 

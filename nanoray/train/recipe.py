@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,10 +36,7 @@ from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import peak_of_all_ranks, this_device
 from nanoray.train.mirror import copy_to_mirror, give_shares
 from nanoray.train.model import new_model
-from nanoray.train.out_of_memory import (
-    announcement,
-    record,
-)
+from nanoray.train.out_of_memory import announcement, asked_of, record
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.state_share import (
     mirrored_rank,
@@ -119,7 +117,8 @@ class Recipe:
         if group.memory.why and group.mesh.rank == 0:
             now = self.batch_for(group.mesh)
             self.observers.note(announcement(group.memory.why, before, now))
-            record(group.spec, self.state.step + 1, group.mesh, group.memory)
+            asked = asked_of(self._cfg, group.mesh)
+            record(group.spec.folder, self.state.step + 1, asked, group.memory)
 
         if group.source is not None:
             par = self.rejoined(group, group.source)
@@ -157,7 +156,7 @@ class Recipe:
         par, owner = self.cut_model(group)
         self.hold_share(par, group.mesh, owner)
         note = self.observers.note
-        saved = read_checkpoint(spec.resume, spec, group.mesh, state, note)
+        saved = read_checkpoint(spec.resume, self._cfg, spec.dataset, group.mesh, state, note)
         loader_note = self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"]))
         if loader_note:
             note(loader_note)
@@ -293,14 +292,14 @@ class Recipe:
         self.watch.group_lost(self.state.step + 1, is_short)
         return rejoin(lost)
 
-    def ended(self, outcome: dict[str, Any], spec: RunSpec) -> None:
+    def ended(self, outcome: dict[str, Any], checkpoints: Path) -> None:
         """Add a sample of the model to the outcome of a finished run; report the outcome."""
         if self.observers.opened and outcome["exit_reason"] == "finished":  # rank 0 only
             # Where no rank has all weights, or layers attend to keys of other ranks, the model is
             # read from the newest checkpoint.
             is_whole = self.state.weights is None and self._cfg.cp == 1
             own = self.model if is_whole else None
-            outcome["sample"] = sample_of(self.task, own, spec.checkpoints, self.observers.note)
+            outcome["sample"] = sample_of(self.task, own, checkpoints, self.observers.note)
         self.observers.ended(outcome)
 
     def close(self) -> None:

@@ -74,7 +74,12 @@ class StepRecorder:
 
 
 def outcome(
-    spec: RunSpec, mesh: Mesh, state: TrainState, exit_reason: str, summary: dict[str, Any]
+    mesh: Mesh,
+    state: TrainState,
+    precision: str,
+    resumed_from: str,
+    exit_reason: str,
+    summary: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the results of a run. `summary` contains the values of the instruments."""
     return {
@@ -89,8 +94,8 @@ def outcome(
         "backend": mesh.backend,
         "backend_reason": mesh.backend_reason,
         "device": str(mesh.device),
-        "precision": spec.config.precision,
-        "resumed_from": spec.resume or None,
+        "precision": precision,
+        "resumed_from": resumed_from or None,
         "steps_before": state.session.begun,
         "comm": None,  # of a run that traces its collectives: see watch/tracing.py
         # torch has a class for its version; to unpickle that the driver would import torch.

@@ -7,9 +7,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run_folder import RunSpec, expected_loss
+from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.faults.cause import read_reports
 from nanoray.machine.environment import from_here
 from nanoray.machine.launchers import describe_start
@@ -30,13 +31,13 @@ def closing_lines(
     steps = summary["steps"]
     if steps is None:
         steps = "no"
+    loss = _format_loss(summary, spec.config.target_loss)
     result = (
-        f"{summary['exit_reason']:<6} {steps} steps in {_format_time(summary)} · "
-        f"{_format_loss(spec, summary)}{_format_speed(summary)}{_format_faults(spec, summary)}"
+        f"{summary['exit_reason']:<6} {steps} steps in {_format_time(summary)} · {loss}"
+        f"{_format_speed(summary)}{_format_faults(summary['restarts'], spec.folder, spec.started)}"
     )
     is_complete = summary["exit_reason"] == "finished" and not summary["restarts"]
     if is_complete and summary["steps_before"] == summary["steps"]:
-        loss = _format_loss(spec, summary)
         result = f"nothing to do: step {steps} of {spec.config.max_steps} · {loss}"
     run = shlex.quote(from_here(str(spec.folder)))
     if quiet:
@@ -109,13 +110,12 @@ def _format_time(summary: dict[str, Any]) -> str:
     return f"{clock(summary['train_s'])} ({total} with start)"
 
 
-def _format_faults(spec: RunSpec, summary: dict[str, Any]) -> str:
-    """Write how many ranks were replaced, and how often all ranks began again."""
-    restarts = summary["restarts"]
+def _format_faults(restarts: int, folder: Path, started: float) -> str:
+    """Write how many ranks were replaced, and how often all ranks began again, since `started`."""
     faults = [
         event
-        for event in read_reports(spec.folder)
-        if event["event"] == "fault" and event["time"] >= spec.started
+        for event in read_reports(folder)
+        if event["event"] == "fault" and event["time"] >= started
     ]
     replaced = sum(fault["replaced"] for fault in faults)
     if faults:
@@ -128,7 +128,7 @@ def _format_faults(spec: RunSpec, summary: dict[str, Any]) -> str:
     return text
 
 
-def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:
+def _format_loss(summary: dict[str, Any], target: float) -> str:
     """Write the validation loss with its target or expectation, else the training loss."""
     val = summary["val_loss"]
     train = summary["train_loss"]
@@ -138,8 +138,7 @@ def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:
         return f"train loss {train:.4f}"
 
     # A target replaces the expectation, which holds only for a run that did all its steps.
-    target = spec.config.target_loss
-    expected = expected_loss(spec)
+    expected = summary["expected_val_loss"]
     verdict = ""
     if target:
         reached = "reached" if val <= target else "NOT REACHED"

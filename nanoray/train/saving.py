@@ -16,7 +16,9 @@ from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.state.train_state import TrainState
 from nanoray.checkpoint.writer import CheckpointWriter
+from nanoray.config import Config
 from nanoray.config.layout import DIVISIONS
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.models.build import shape_of
@@ -94,7 +96,8 @@ def pack_for_checkpoint(state: TrainState, mesh: Mesh) -> StateDict:
 
 def read_checkpoint(
     path: str,
-    spec: RunSpec,
+    config: Config,
+    dataset: DatasetInfo,
     mesh: Mesh,
     state: TrainState,
     note: Callable[[str], None],
@@ -105,7 +108,7 @@ def read_checkpoint(
     this run. Raises CheckpointError when the checkpoint is damaged, or of a model of another shape.
     """
     saved = files.load(Path(path), state.pieces, state.weight_pieces)
-    check_shape(saved, shape_of(spec.config, spec.dataset.vocab_size).to_dict(), path)
+    check_shape(saved, shape_of(config, dataset.vocab_size).to_dict(), path)
     for name in state.weight_pieces or ():
         if name not in saved.model:
             raise CheckpointError(
@@ -126,9 +129,9 @@ def read_checkpoint(
 
     for axis in DIVISIONS:
         before = meta.get("config", {}).get(axis, 1)
-        size = getattr(spec.config, axis)
+        size = getattr(config, axis)
         if before != size:
             note(f"resume  written with {axis} {before}, now {size}: the same model, cut otherwise")
-    if meta["dataset"]["tokens_sha256"] != spec.dataset.tokens_sha256:
+    if meta["dataset"]["tokens_sha256"] != dataset.tokens_sha256:
         note(f"resume  the dataset differs from the checkpoint's ({meta['dataset']['name']})")
     return saved

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.checkpoint.state.rank_state import Schedule
-from nanoray.config import Batch
+from nanoray.config import Batch, Config
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.images import ImageData
 from nanoray.data.lengths import format_lengths
 from nanoray.data.tokenizer import tokenizer_from_json
@@ -85,7 +86,9 @@ class Task(Protocol):
 
 def task_of(spec: RunSpec) -> Task:
     """Return the task of a run."""
-    return ImageTask(spec) if spec.config.model == "resnet" else TextTask(spec)
+    if spec.config.model == "resnet":
+        return ImageTask(spec.config, spec.dataset)
+    return TextTask(spec.config, spec.dataset)
 
 
 class ConfiguredTask:
@@ -95,8 +98,9 @@ class ConfiguredTask:
     schedule: Schedule | None = None  # the configuration sets the rates
     script: ScriptHooks | None = None
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec
+    def __init__(self, config: Config, dataset: DatasetInfo) -> None:
+        self.config = config
+        self.dataset = dataset
 
     def settings(self) -> dict[str, Any]:
         return {}
@@ -105,10 +109,10 @@ class ConfiguredTask:
         return []
 
     def model(self) -> nn.Module:
-        return build_model(self.spec.config, self.spec.dataset.vocab_size)
+        return build_model(self.config, self.dataset.vocab_size)
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
-        return make_optimizer(model, self.spec.config, shards)
+        return make_optimizer(model, self.config, shards)
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         return ""
@@ -120,29 +124,27 @@ class ConfiguredTask:
 class TextTask(ConfiguredTask):
     """A GPT that predicts the next token."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        super().__init__(spec)
-        self.shape = ModelShape.of(spec.config, spec.dataset.vocab_size)
+    def __init__(self, config: Config, dataset: DatasetInfo) -> None:
+        super().__init__(config, dataset)
+        self.shape = ModelShape.of(config, dataset.vocab_size)
 
     def data(self, device: torch.device) -> Samples:
-        return TokenData(
-            self.spec.dataset, self.spec.config.block_size, self.spec.config.seed, device
-        )
+        return TokenData(self.dataset, self.config.block_size, self.config.seed, device)
 
     def workload(
         self, loss: Loss, device: torch.device, precision: str, peak: float | None
     ) -> Workload:
         return Workload(
             loss=loss,
-            tokens_per_sample=self.spec.config.block_size,
+            tokens_per_sample=self.config.block_size,
             flops_per_token=costs.flops_per_token(self.shape),
             peak_flops=peak,
-            meta={"model_shape": self.shape.to_dict(), "dataset": self.spec.dataset.to_dict()},
+            meta={"model_shape": self.shape.to_dict(), "dataset": self.dataset.to_dict()},
         )
 
     def describe(self, batch: Batch) -> list[str]:
-        data = self.spec.dataset
-        config = self.spec.config
+        data = self.dataset
+        config = self.config
         length = config.block_size
         cut = f", {format_lengths(config)}" if config.seq_warmup_steps else ""
         return [
@@ -154,25 +156,25 @@ class TextTask(ConfiguredTask):
         ]
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
-        if not self.spec.config.sample_tokens:
+        if not self.config.sample_tokens:
             return None
         model = model_of()
         assert isinstance(model, GPT)
         # The tokenizer's own prompt is a newline where the vocabulary has one: it fits most texts.
-        tokenizer = tokenizer_from_json(self.spec.dataset.tokenizer)
-        config = self.spec.config
+        tokenizer = tokenizer_from_json(self.dataset.tokenizer)
+        config = self.config
         return write_text(model, tokenizer, config.sample_tokens, config.seed)
 
 
 class ImageTask(ConfiguredTask):
     """A ResNet that classifies images."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        super().__init__(spec)
-        self.shape = ResNetShape.of(spec.config, spec.dataset.vocab_size)
+    def __init__(self, config: Config, dataset: DatasetInfo) -> None:
+        super().__init__(config, dataset)
+        self.shape = ResNetShape.of(config, dataset.vocab_size)
 
     def data(self, device: torch.device) -> Samples:
-        return ImageData(self.spec.dataset, self.spec.config.seed, device)
+        return ImageData(self.dataset, self.config.seed, device)
 
     def workload(
         self, loss: Loss, device: torch.device, precision: str, peak: float | None
@@ -186,14 +188,14 @@ class ImageTask(ConfiguredTask):
             tokens_per_sample=1,
             flops_per_token=resnet_costs.flops_per_image(self.shape),
             peak_flops=peak,
-            meta={"model_shape": self.shape.to_dict(), "dataset": self.spec.dataset.to_dict()},
+            meta={"model_shape": self.shape.to_dict(), "dataset": self.dataset.to_dict()},
             unit="samples",
             score_names=("val/loss", "val/accuracy"),
             scores=scores,
         )
 
     def describe(self, batch: Batch) -> list[str]:
-        data = self.spec.dataset
+        data = self.dataset
         size = resnet_costs.count_parameters(self.shape)
         return [
             f"data   {data.note} · {short(data.train_tokens)} train + {short(data.val_tokens)} val "

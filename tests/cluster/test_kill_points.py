@@ -185,7 +185,7 @@ WAYS: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "groups that hold the same": (GROUPS | SHARDED, ("--replicas", "2")),
     "layers": (TENSOR, ("--tp", "2")),
     "experts": (EXPERTS, ("--experts", "4", "--ep", "2")),
-    "sequences": (CONTEXT, ("--cp", "2")),
+    "sequences": (CONTEXT, ("--cp", "2", "--dropout", "0")),
 }
 
 

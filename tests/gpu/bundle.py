@@ -60,7 +60,7 @@ def copy_text(given: str) -> str | None:
     from nanoray.data.download import FetchFailed, fetch
 
     try:
-        (FOLDER / "shakespeare.txt").write_bytes(fetch(given or URL, tries=2, total_s=30))
+        (FOLDER / "shakespeare.txt").write_bytes(fetch(given or URL, answer_s=30.0))
     except FetchFailed as error:
         return f"no text: {error}; give --text FILE, or the baby GPT trains on another text"
     return None

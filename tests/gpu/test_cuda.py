@@ -315,9 +315,9 @@ def test_a_block_of_keys_is_the_same_by_the_fused_kernel(
 
     def block(kernel: str, **given: torch.Tensor) -> list[torch.Tensor]:
         q, k, v = given["q"], given["k"], given["v"]
-        y, sums = cp_blocks.forward(q, k, v, causal, None, kernel)
+        y, sums = cp_blocks.forward(q, k, v, causal, kernel)
         result = y.to(q.dtype)
-        gradients = cp_blocks.backward(given["grad"], q, k, v, result, sums, causal, None, kernel)
+        gradients = cp_blocks.backward(given["grad"], q, k, v, result, sums, causal, kernel)
         return [y, sums, *gradients]
 
     exact = block("plain", **{name: tensor.double() for name, tensor in made.items()})
@@ -330,7 +330,6 @@ def test_parts_of_sequences_train_as_one_process_does(pair: RankPool) -> None:
     arms = {
         "ring": {"cp": 2},
         "plain": {"cp": 2, "attention": "plain", "dp_mode": "zero1"},
-        "all_gather": {"cp": 2, "cp_attention": "all_gather"},
     }
     case = {"accum": 2, "settings": SGD}
     found = [*pair.run(ENTRY, {"arms": arms, "cases": [case], "alone": True})]

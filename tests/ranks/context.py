@@ -122,8 +122,7 @@ def _distances(axis: Axis, way: str, kernel: str, dtype: str, chunk: int, bug: s
     if way == "torch":
         found = _torchs_ring([each.detach() for each in owns], own_grad)
     else:
-        attend = cp.ring_attention if way == "ring" else cp.gathered_attention
-        own_y = attend(*owns, axis, kernel)
+        own_y = cp.ring_attention(*owns, axis, kernel)
         found = [own_y.detach(), *torch.autograd.grad(own_y, owns, own_grad)]
     differences = []
     for own, whole in zip(found, expected, strict=True):

@@ -77,14 +77,11 @@ def test_four_axes_on_eight_ranks(
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"expert_capacity": 0.75}, marks=pytest.mark.full),
         pytest.param(
             {"experts_per_token": 1, "shared_experts": 0, "bias": False}, marks=pytest.mark.full
         ),
         pytest.param({"activation_checkpointing": "selective"}, marks=pytest.mark.full),
-        pytest.param(
-            {"activation_checkpointing": "block", "expert_capacity": 1.0}, marks=pytest.mark.full
-        ),
+        pytest.param({"activation_checkpointing": "block"}, marks=pytest.mark.full),
     ],
 )
 def test_each_option_of_experts_works_with_the_other_axes(
@@ -144,7 +141,7 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     ids=["tp", "pp"],
 )
 def test_a_run_resumes_to_the_bit(runs: Runs, settings: dict[str, Any]) -> None:
-    whole, rest = runs.resumed(4, 4, ep=2, dropout=0.1, expert_capacity=1.0, **settings)
+    whole, rest = runs.resumed(4, 4, ep=2, dropout=0.1, **settings)
     assert series(rest, "moe/load_max") == series(whole, "moe/load_max")
 
 

@@ -83,7 +83,7 @@ def test_of_two_ranks_both_are_named(text: Path, tmp_path: Path) -> None:
     [
         {"dp_mode": "zero1", "precision": "bf16"},
         {"dp_mode": "ddp_by_hand", "precision": "fp16", "grad_accum_steps": 2},
-        {"grad_compress": "bf16", "activation_checkpointing": "block"},
+        {"dp_mode": "ddp_by_hand", "grad_compress": "bf16", "activation_checkpointing": "block"},
         {"experts": 4, "precision": "bf16"},
         {"precision": "bf16_pure"},
         {"precision": "fp8", "n_embd": 64},

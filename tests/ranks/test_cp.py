@@ -1,5 +1,5 @@
 """Context parallelism: equal to one process, alone and beside every other axis; attention beside
-torch's; dropout, checkpoints, traces; red where a bug is planted.
+torch's; checkpoints, traces; red where a bug is planted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ CLOSE = {"float64": 1e-11, "float32": 2e-3}
 
 
 def cases(kernels: tuple[str, ...] = ("plain", "flash")) -> list[dict[str, Any]]:
-    """Both ways, kernels and dtypes, with chunks of one position and of three."""
+    """Both kernels and dtypes, with chunks of one position and of three."""
     found = []
-    for way, kernel, dtype, chunk in itertools.product(
-        ("ring", "all_gather"), kernels, CLOSE, (1, 3)
-    ):
-        found.append({"way": way, "kernel": kernel, "dtype": dtype, "chunk": chunk})
+    for kernel, dtype, chunk in itertools.product(kernels, CLOSE, (1, 3)):
+        found.append({"way": "ring", "kernel": kernel, "dtype": dtype, "chunk": chunk})
     return found
 
 
@@ -64,7 +62,6 @@ def own(ranks: int, **more: Any) -> dict[str, Any]:
     return {"cp": ranks, "block_size": 4 * ranks, **more}
 
 
-GATHER = {"cp_attention": "all_gather"}
 PLAIN = {"attention": "plain"}
 ROTARY = {"positions": "rotary", "n_head": 2}
 
@@ -73,14 +70,12 @@ ROTARY = {"positions": "rotary", "n_head": 2}
     "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))]
 )
 def test_it_trains_as_one_process_does(pools: Pools, ranks: int) -> None:
-    """Both ways and kernels, learned and rotary positions: losses, weights, norms, in two micro
-    batches beside one.
+    """Both kernels, learned and rotary positions: losses, weights, norms, in two micro batches
+    beside one.
     """
     arms = {
-        "ring": own(ranks),
-        "all_gather, plain": own(ranks, **GATHER, **PLAIN),
+        "flash": own(ranks),
         "rotary, plain, zero2": own(ranks, **ROTARY, **PLAIN, dp_mode="zero2"),
-        "rotary, all_gather": own(ranks, **ROTARY, **GATHER),
     }
     found = run(pools, ranks, arms, [{"accum": 2, "settings": SGD}], alone=True)
     assert len(found) == len(arms)
@@ -148,7 +143,7 @@ def test_other_options_work_with_parts_of_sequences(pools: Pools) -> None:
     arms = {mode: two | {"replicas": 2, "dp_mode": mode} for mode in ("zero1", "zero2", "fsdp")}
     found = run(pools, 4, arms, [{"accum": 2, "settings": SGD}], alone=True)
     require_one_process(found, SGD)
-    arms = {"compressed": two | {"grad_compress": "fp16"}}
+    arms = {"compressed": two | {"dp_mode": "ddp_by_hand", "grad_compress": "fp16"}}
     (found_one,) = run(pools, 4, arms, [{"accum": 2, "settings": SGD}], alone=True)
     assert max(rank["off"] for rank in found_one["ranks"]) < 1e-4
 
@@ -174,7 +169,7 @@ def test_a_planted_bug_makes_training_differ(pools: Pools, bug: str) -> None:
     assert off > 5 * limit if bug else off < limit
 
 
-# The whole program: the loop, dropout, evaluation, checkpoints, traces.
+# The whole program: the loop, evaluation, checkpoints, traces.
 
 RECIPE: dict[str, Any] = {
     "n_head": 4,
@@ -201,14 +196,11 @@ def require_alike(one: Any, other: Any, far: float = 2e-5) -> None:
 
 
 @pytest.mark.full
-def test_a_run_with_dropout_is_that_of_one_process(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Masks, evaluation, comparison of replicas, sample; the trace has the bytes of each message, and
+def test_a_run_is_that_of_one_process(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluation, comparison of replicas, sample; the trace has the bytes of each message, and
     when a rank waited for it.
     """
     settings = SGD | {
-        "dropout": 0.3,
         "eval_every": 3,
         "eval_samples": 5,
         "hash_every": 2,
@@ -218,43 +210,31 @@ def test_a_run_with_dropout_is_that_of_one_process(
     alone, (of_one,) = runs.finished("alone", 1, **settings)
     traced = settings | {"cp": 2, "comm_trace": "always"}
     spec, outcomes = runs.finished("ring", 2, **traced)
-    gathered = runs.trained("gathered", 2, **traced, **GATHER)
     require_alike(spec, alone)
-    require_alike(gathered, alone)
     assert outcomes[0]["sample"] == of_one["sample"]
     assert sample([str(spec.folder), "--max_new_tokens", "4"]) == 0
     assert len(capsys.readouterr().out) >= 4
 
     # Two micro batches, two layers; own keys and values are (2, B, H, T/cp, D) float32.
     block = 2 * 4 * 6 * 8 * 32
-    kinds = {}
-    for each, way in ((spec, "ring"), (gathered, "gathered")):
-        lines = (each.folder / "comm" / "steps.jsonl").read_text().splitlines()
-        step = json.loads(lines[2])
-        found = []
-        for c in step["collectives"]:
-            if c["group"] == "cp" and c["phase"] != "eval":
-                found.append(c)
-        kinds[way] = [(c["phase"], c["op"], c["what"], c["bytes"]) for c in found]
-        beside = [c for c in found if "wait_ms" in c]
-        assert len(beside) == (len(found) if way == "ring" else 0)
-        for c in beside:
-            assert all(
-                start <= wait for start, wait in zip(c["start_ms"], c["wait_ms"], strict=True)
-            )
+    lines = (spec.folder / "comm" / "steps.jsonl").read_text().splitlines()
+    found = []
+    for c in json.loads(lines[2])["collectives"]:
+        if c["group"] == "cp" and c["phase"] != "eval":
+            found.append(c)
+    for c in found:
+        assert all(start <= wait for start, wait in zip(c["start_ms"], c["wait_ms"], strict=True))
     forward = ("forward", "send_recv", "keys_values", block)
     again = ("backward", "send_recv", "keys_values", block)
     back = ("backward", "send_recv", "keys_values_grad", block)
-    assert sorted(kinds["ring"]) == sorted([forward, again, back, back] * 4)
-    gather = ("forward", "all_gather", "keys_values", 2 * block)
-    scatter = ("backward", "reduce_scatter", "keys_values_grad", 2 * block)
-    assert sorted(kinds["gathered"]) == sorted([gather, scatter] * 4)
+    kinds = [(c["phase"], c["op"], c["what"], c["bytes"]) for c in found]
+    assert sorted(kinds) == sorted([forward, again, back, back] * 4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"dp_mode": "zero2"}, {"tp": 2, "dp_mode": "fsdp"}])
 def test_a_run_resumes_to_the_bit(runs: Runs, more: dict[str, Any]) -> None:
-    runs.resumed(4, 4, cp=2, dropout=0.1, grad_accum_steps=0, **more)
+    runs.resumed(4, 4, cp=2, grad_accum_steps=0, **more)
 
 
 FEW: list[tuple[int, dict[str, Any]]] = [
@@ -286,18 +266,15 @@ def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: f
     settings = {"precision": precision, "max_steps": 5}
     alone = runs.trained("alone", 1, **settings)
     ring = runs.trained("ring", 2, cp=2, **settings)
-    gathered = runs.trained("gathered", 2, cp=2, **GATHER, **settings)
     assert series(ring) == pytest.approx(series(alone), abs=far)
-    assert series(gathered) == pytest.approx(series(alone), abs=far)
 
 
 @pytest.mark.full
 def test_short_sequences_are_cut_after_they_are_made(runs: Runs) -> None:
     short = {"seq_warmup_steps": 4, "seq_warmup_from": 4} | SGD
     alone = runs.trained("alone", 1, **short)
-    for way in ("ring", "all_gather"):
-        both = runs.trained(way, 2, cp=2, cp_attention=way, **short)
-        assert series(both) == pytest.approx(series(alone), abs=2e-5)
+    both = runs.trained("ring", 2, cp=2, **short)
+    assert series(both) == pytest.approx(series(alone), abs=2e-5)
 
 
 @pytest.mark.full

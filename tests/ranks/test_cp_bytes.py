@@ -14,8 +14,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "cp 2": ZERO1 | {"cp": 2},
     "cp 4, 2 micro batches": ZERO1 | {"cp": 4, "grad_accum_steps": 2},
     "cp 4, block": ZERO1 | {"cp": 4, "activation_checkpointing": "block"},
-    "cp 2, gathered, selective": ZERO1
-    | {"cp": 2, "cp_attention": "all_gather", "activation_checkpointing": "selective"},
+    "cp 2, selective": ZERO1 | {"cp": 2, "activation_checkpointing": "selective"},
     "cp 2, tp 2": {"cp": 2, "tp": 2} | ZERO1,
     "cp 2, fsdp": {"cp": 2, "dp_mode": "fsdp"},
 }

@@ -114,13 +114,11 @@ def test_which_arms_run_at_how_many_ranks() -> None:
     assert cut == {"tp 4", "tp 4, sequence", *(f"tp 2 × {mode}" for mode in MODES)}
     assert {arm for arm in arms_for(3, False) if arm.startswith("cp")} == {
         *(f"cp 3 × {mode}" for mode in MODES),
-        "cp 3, gathered",
         "cp 3, rotary",
     }
     apart = {arm for arm in arms_for(4, False) if arm.startswith("cp 2")}
     assert apart == {
         *(f"cp 2 × {mode}" for mode in (*MODES, "tp 2", "pp 2")),
-        "cp 2, gathered",
         "cp 2, rotary",
     }
     piped = {arm for arm in arms_for(4, False) if arm.startswith("pp")}

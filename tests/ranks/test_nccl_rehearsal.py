@@ -48,11 +48,12 @@ def test_several_communicators_wait_for_the_lost_rank(
 ) -> None:
     """Each of them waits in another ring of attention, or in the sum of gradients."""
     plan = "kill@rank=1,step=5,phase=backward"
-    spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | {"faults": plan, "cp": 2})
+    settings = {"cp": 2, "dropout": 0.0}
+    spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | settings | {"faults": plan})
     patches = dict.fromkeys((0, 2, 3), partial(obeys, spec.folder / "faults.jsonl"))
     outcome = run_elastic(spec, 4, patches=patches, backend=BACKEND, timeout_s=100)
     assert fired(spec) == ["backward"]
-    ended_well(spec, outcome, clean(4, cp=2), 1)
+    ended_well(spec, outcome, clean(4, **settings), 1)
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,14 @@ def test_it_trains_as_one_process_does(
 @pytest.mark.parametrize(
     "more",
     [
-        {"expert_capacity": 0.75, "shared_experts": 0},
+        {"shared_experts": 0},
         pytest.param({}, marks=pytest.mark.full),
         pytest.param({"activation_checkpointing": "block"}, marks=pytest.mark.full),
     ],
 )
 def test_experts_under_sequence_parallelism(pools: Pools, more: dict[str, Any]) -> None:
-    """The router's weight has the gradient of own positions; capacity and balance are those of the
-    whole sequence.
+    """The router's weight has the gradient of own positions; the balance is that of the whole
+    sequence.
     """
     arms = {
         "ep": CUT | {"ep": 2, "dp_mode": "zero1"},

@@ -198,7 +198,7 @@ class Odd:
     def problem(self) -> None:
         pass
 
-    def start(self, spec: RunSpec, known_id: str) -> tuple[str, str]:
+    def start(self, folder: Path, config: dict[str, Any], known_id: str) -> tuple[str, str]:
         self.on_start()
         return "id", "here"
 

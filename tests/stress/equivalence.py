@@ -236,7 +236,6 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
         # Two equal parts of a sequence for each rank
         cut = {"cp": cp, "block_size": 12} if cp == 3 else {"cp": cp}
         arms |= in_modes(f"cp {cp}", cut)
-        arms[f"cp {cp}, gathered"] = {**cut, "cp_attention": "all_gather"}
         arms[f"cp {cp}, rotary"] = {**cut, "positions": "rotary", "n_head": 2}
         if workers == 2 * cp:
             arms |= {

@@ -25,7 +25,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2),
     "pp": (1, 2),
     "cp": (1, 2),
-    "cp_attention": ("ring", "all_gather"),
     "pp_chunks": (0, 2, 1),
     "pp_schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble"),
     "dp_mode": ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"),
@@ -43,7 +42,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "comm_trace": ("off", "always"),
     "grad_compress": ("none", "bf16", "fp16"),
     "profile": ("", "5:8"),
-    "data_url": ("", "file:///x"),
     "tokenizer": ("auto", "byte"),
     "positions": ("learned", "rotary"),
     "init_from": ("", "gpt2"),
@@ -66,7 +64,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "eval_every": (250, 0),
     "muon_lr": (0.02, 0.1),
     "experts_per_token": (2, 3),
-    "expert_capacity": (0.0, 1.5),
     "balance_loss": (0.01, 0.5),
     "z_loss": (0.001, 0.5),
     "target_loss": (0.0, 2.0),
@@ -84,6 +81,10 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("micro_batch_search", "grad_accum_steps"): AUTO,
     ("micro_batch_search", "model"): AUTO,
     ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
+    **{
+        ("grad_compress", key): {"dp_mode": "ddp_by_hand"}
+        for key in ("tp", "pp", "precision", "workers")
+    },
     ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
@@ -215,7 +216,6 @@ def test_off_is_accepted_where_it_is_off_already(
 
 def test_each_group_refuses_what_is_wrong_within_it() -> None:
     for values, key in (
-        ({"data_url": "https://me:pw@host/x"}, "data_url"),
         ({"n_head": 3}, "n_embd"),
         ({"min_lr": 1.0}, "min_lr"),
         ({"comm_trace": "every"}, "comm_trace"),
@@ -240,13 +240,14 @@ def test_each_group_refuses_what_is_wrong_within_it() -> None:
 )
 def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:
     """Whether `workers = 1` is written or follows from the machine."""
-    config = load_config(preset="tiny", overrides={key: value})
+    values = {"dp_mode": "ddp" if key == "allreduce" else "ddp_by_hand", key: value}
+    config = load_config(preset="tiny", overrides=values)
     assert first(config, ranks=2) is None
     late = first(config, ranks=1)
     assert late.startswith(f"{key} = {value} would be ignored: there is only one rank; ")
     assert f"--{key} " in late
     with pytest.raises(ConfigError) as early:
-        load_config(preset="tiny", overrides={key: value, "workers": 1})
+        load_config(preset="tiny", overrides={**values, "workers": 1})
     assert str(early.value) == late
 
 
@@ -256,7 +257,8 @@ def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
 ) -> None:
     """Of a dry run and of a start. The message has the flag with which the run can go on."""
     value = {"comm_trace": "always", "allreduce": "ring", "grad_compress": "bf16"}.get(key, 4)
-    ran = load_config(preset="tiny", overrides={key: value, "workers": 2})
+    mode = "ddp" if key == "allreduce" else "ddp_by_hand"
+    ran = load_config(preset="tiny", overrides={"dp_mode": mode, key: value, "workers": 2})
     (tmp_path / "config.json").write_text(ran.to_json())
     dataset = DatasetInfo("text", "", tmp_path, "uint16", 65, 6_400, 640, "", "", {}, "tokens")
 
@@ -272,7 +274,8 @@ def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
 
 def test_a_group_that_has_shrunk_to_one_rank_keeps_its_configuration() -> None:
     """Ranks get the configuration of the run, whose `workers` stays what was asked for."""
-    config = load_config(preset="tiny", overrides={"grad_compress": "bf16", "workers": 2})
+    values = {"dp_mode": "ddp_by_hand", "grad_compress": "bf16", "workers": 2}
+    config = load_config(preset="tiny", overrides=values)
     assert Config(**config.model_dump()) == config
 
 

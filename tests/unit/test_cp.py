@@ -1,5 +1,5 @@
 """Context parallelism without process groups: who has which positions, what a rank computes with each
-block, masks of dropout, what is refused.
+block, what is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from nanoray.data.sequence_part import SequencePart
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import ConfigError
 from nanoray.launch.recovery.shares import Shares
-from nanoray.models.dropout import draw_factors, dropout
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import cp, cp_blocks, tp
 from nanoray.parallel.axis import Axis
@@ -63,13 +62,6 @@ def test_each_position_is_on_one_rank_and_work_is_equal(ranks: int) -> None:
     assert len(set(counts)) == 1
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_gathered_parts_come_in_the_order_of_the_sequence(ranks: int) -> None:
-    whole = torch.arange(2 * ranks * 3 * 2.0).view(1, -1, 2)  # (B, T, D)
-    parts = torch.stack([SequencePart(index, ranks).own(whole) for index in range(ranks)])
-    assert torch.equal(cp._in_order(parts), whole)
-
-
 @pytest.mark.parametrize("kernel", ["plain", "flash"])
 @pytest.mark.parametrize(("T", "S", "causal"), [(6, 6, True), (6, 6, False), (3, 6, False)])
 def test_a_block_is_torchs_attention(kernel: str, T: int, S: int, causal: bool) -> None:
@@ -84,8 +76,8 @@ def test_a_block_is_torchs_attention(kernel: str, T: int, S: int, causal: bool) 
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     gradients = torch.autograd.grad(expected, (q, k, v), grad)
     with torch.no_grad():
-        y, sums = cp_blocks.forward(q, k, v, causal, None, kernel)
-        found = cp_blocks.backward(grad, q, k, v, y, sums, causal, None, kernel)
+        y, sums = cp_blocks.forward(q, k, v, causal, kernel)
+        found = cp_blocks.backward(grad, q, k, v, y, sums, causal, kernel)
     for mine, its in zip((y, *found), (expected.detach(), *gradients), strict=True):
         assert torch.allclose(mine, its, atol=1e-12)
     if not causal:
@@ -93,75 +85,17 @@ def test_a_block_is_torchs_attention(kernel: str, T: int, S: int, causal: bool) 
         assert torch.allclose(sums, scores.logsumexp(-1), atol=1e-12)
 
 
-def test_a_block_with_dropout_has_the_gradients_of_autograd() -> None:
-    source = torch.Generator().manual_seed(1)
-    q, k, v, grad = (
-        torch.randn(1, 2, 6, 4, generator=source, dtype=torch.float64, requires_grad=True)
-        for _ in range(4)
-    )
-    keep = (torch.rand(1, 2, 6, 6, generator=source) > 0.4).double() / 0.6
-    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    scores = (q @ k.transpose(-2, -1) * 0.5).masked_fill(later, float("-inf"))
-    expected = (scores.softmax(-1) * keep) @ v
-    gradients = torch.autograd.grad(expected, (q, k, v), grad)
-    with torch.no_grad():
-        y, sums = cp_blocks.forward(q, k, v, True, keep, "plain")
-        found = cp_blocks.backward(grad, q, k, v, y, sums, True, keep, "plain")
-    for mine, its in zip((y, *found), (expected.detach(), *gradients), strict=True):
-        assert torch.allclose(mine, its, atol=1e-12)
-
-
 def test_two_blocks_together_are_one() -> None:
     """Also where one has scores that the other's are nothing beside."""
     q, k, v = (torch.randn(1, 1, 4, 4, dtype=torch.float64) for _ in range(3))
     k[:, :, 2:] *= 100
-    whole, sums = cp_blocks.forward(q, k, v, False, None, "plain")
+    whole, sums = cp_blocks.forward(q, k, v, False, "plain")
     halves = []
     for half in (slice(0, 2), slice(2, 4)):
-        halves += cp_blocks.forward(q, k[:, :, half], v[:, :, half], False, None, "plain")
+        halves += cp_blocks.forward(q, k[:, :, half], v[:, :, half], False, "plain")
     y, total = cp_blocks.combine(*halves)
     assert torch.allclose(y, whole)
     assert torch.allclose(total, sums)
-
-
-# Dropout: the masks of one process.
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("width", [4, 5])
-def test_the_streams_masks_are_those_of_one_process(ranks: int, width: int) -> None:
-    """Drawn a sequence at a time, or at once where a sequence is no multiple of four numbers."""
-    whole = torch.ones(3, 2 * ranks * 3, width)
-    torch.manual_seed(4)
-    expected = dropout(whole, 0.3)
-    after = torch.rand(1)
-    for index in range(ranks):
-        part = SequencePart(index, ranks)
-        torch.manual_seed(4)
-        assert torch.equal(cp.own_stream_factors(part.own(whole), 0.3, part), part.own(expected))
-        assert torch.equal(torch.rand(1), after), "later layers draw what they would have drawn"
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_masks_of_attention_are_those_of_one_process(ranks: int) -> None:
-    T = 2 * ranks
-    torch.manual_seed(4)
-    expected = draw_factors(torch.empty(2, 3, T, T), 0.3)
-    after = torch.rand(1)
-    for index in range(ranks):
-        torch.manual_seed(4)
-        factors = cp.own_weight_factors(torch.empty(2, 3, 2, 8), 0.3, axis_of(index, ranks))
-        assert factors is not None
-        assert torch.equal(factors, SequencePart(index, ranks).own(expected, 2))
-        assert torch.equal(torch.rand(1), after)
-        for other in range(ranks):
-            work = cp.work_with(index, other, 2)
-            keep = cp._factors_of(factors, work, other, axis_of(index, ranks))
-            own = SequencePart(index, ranks).own(expected, 2)[:, :, work.queries]
-            block = SequencePart(other, ranks).own(own, 3)[..., work.keys]
-            assert keep is not None
-            assert torch.equal(keep, block)
-    assert cp.own_weight_factors(torch.empty(1, 1, 2, 8), 0.0, axis_of(0, 2)) is None
 
 
 # The model.
@@ -190,11 +124,11 @@ def test_a_cut_model_keeps_its_weights_and_their_names() -> None:
 def test_learned_positions_are_those_of_the_whole_sequence(ranks: int) -> None:
     """Of a shorter sequence, too; with sequence_parallel a rank of tp has its share of them."""
     for index in range(ranks):
-        model = cut(index, ranks, dropout=0.1)
+        model = cut(index, ranks)
         for T in (24, 12):
             expected = SequencePart(index, ranks).own(model.pos_emb.weight[:T], 0)
             assert torch.equal(model.pos_emb(0, T // ranks), expected)
-        shared = cut(index, ranks, 2, dropout=0.1)
+        shared = cut(index, ranks, 2)
         expected = SequencePart(index, ranks).own(shared.pos_emb.weight, 0)
         assert torch.equal(shared.pos_emb(0, 24 // ranks), expected[: 24 // ranks // 2])
 
@@ -213,10 +147,9 @@ def test_a_model_is_released_and_cut_again_for_the_next_group() -> None:
     cp.release(model)
     with pytest.raises(AssertionError, match="the group of ranks was left"):
         attention.heads(torch.zeros(1, 4, 8))
-    cp.cut(model, axis_of(1, 2), "all_gather")
+    cp.cut(model, axis_of(1, 2))
     assert attention.context.index == 1
     assert model.pos_emb.part == SequencePart(1, 2)
-    assert attention.way == "all_gather"
 
 
 # Samples.

@@ -65,13 +65,14 @@ def test_the_archive_gives_the_records_of_its_six_batches_in_order() -> None:
     assert val == generate(5 * PER_BATCH, PER_BATCH)
 
 
-def test_cifar10_comes_from_a_url_and_then_from_the_cache(
+@pytest.mark.usefixtures("no_network")
+def test_a_copy_of_the_archive_in_the_cache_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, small = tmp_path / "cifar-10-binary.tar.gz", archive()
     path.write_bytes(small)
     monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(small).hexdigest())
-    first = prepare_any(config(data_url=path.as_uri()))
+    first = prepare_any(config(data_dir=str(tmp_path)))
     assert (first.name, first.kind, first.train_tokens, first.val_tokens) == (
         "cifar10",
         "images",
@@ -80,7 +81,7 @@ def test_cifar10_comes_from_a_url_and_then_from_the_cache(
     )
     assert first.vocab_size == len(CLASSES)
     path.unlink()
-    again = prepare_any(config("auto", data_url=path.as_uri()))
+    again = prepare_any(config("auto", data_dir=str(tmp_path)))
     assert again.note.endswith(", cached")
     assert again.tokens_sha256 == first.tokens_sha256
     x, y = ImageData(again, seed=0).val_batch(np.arange(20))

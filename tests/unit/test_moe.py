@@ -1,4 +1,4 @@
-"""A mixture of experts in one process: against a loop over tokens, its losses, capacity, costs,
+"""A mixture of experts in one process: against a loop over tokens, its losses, costs,
 cuts, refusals.
 """
 
@@ -17,7 +17,7 @@ from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.config.layout import Layout
 from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTraining, Z
+from nanoray.models.moe import BALANCE, ENTROPY, LOAD, MoE, RouterTraining, Z
 from nanoray.observe.watch.routing import LOADS, RoutingMeans
 from nanoray.parallel import ep, tp
 from nanoray.parallel.axis import Axis
@@ -29,31 +29,24 @@ SHAPE = ModelShape(
 )
 
 
-def moe(per_token: int = 2, capacity: float = 0.0, experts: int = 4) -> MoE:
+def moe(per_token: int = 2, experts: int = 4) -> MoE:
     torch.manual_seed(0)
-    layer = MoE(6, experts, per_token, 10, True, 0.0, RouterTraining(capacity=capacity))
+    layer = MoE(6, experts, per_token, 10, True, 0.0)
     for p in layer.parameters():
         nn.init.normal_(p, std=0.5)
     return layer
 
 
-def by_hand(layer: MoE, x: Tensor, capacity: float = 0.0) -> tuple[Tensor, float]:
-    """Each token by itself, through its experts in turn; also the share of choices that were
-    dropped.
-    """
-    out, dropped = torch.zeros_like(x), 0
+def by_hand(layer: MoE, x: Tensor) -> Tensor:
+    """Each token by itself, through its experts in turn."""
+    out = torch.zeros_like(x)
     experts, k = layer.router.weight.shape[0], layer.per_token
     for b, sequence in enumerate(x):
-        taken = [0] * experts
         for t, token in enumerate(sequence):
             probabilities = (layer.router.weight @ token).softmax(0)
             chosen = probabilities.topk(k).indices.tolist()
             total = sum(probabilities[e] for e in chosen) if k > 1 else 1.0
             for e in chosen:
-                taken[e] += 1
-                if capacity and taken[e] > math.ceil(capacity * len(sequence) * k / experts):
-                    dropped += 1
-                    continue
                 assert layer.up.bias is not None
                 assert layer.down.bias is not None
                 up, down = layer.up.bias.view(experts, -1)[e], layer.down.bias.view(experts, -1)[e]
@@ -61,47 +54,26 @@ def by_hand(layer: MoE, x: Tensor, capacity: float = 0.0) -> tuple[Tensor, float
                     F.gelu(F.linear(token, layer.up.weight[e], up)), layer.down.weight[e], down
                 )
                 out[b, t] = out[b, t] + probabilities[e] / total * result
-    return out, dropped / (x.shape[0] * x.shape[1] * k)
+    return out
 
 
-@pytest.mark.parametrize("capacity", [0.0, 1.0, 0.5])
 @pytest.mark.parametrize("per_token", [1, 2, 4])
-def test_it_computes_what_a_loop_over_tokens_does(per_token: int, capacity: float) -> None:
+def test_it_computes_what_a_loop_over_tokens_does(per_token: int) -> None:
     """Values, and the gradients of everything: the router's, too, also with one expert per token."""
-    layer, x = (
-        moe(per_token, capacity),
-        torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1)),
-    )
+    layer = moe(per_token)
+    x = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1))
     weight = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(2))
-    expected, dropped = by_hand(layer, x, capacity)
+    expected = by_hand(layer, x)
     (expected * weight).sum().backward()
     gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
     layer.zero_grad()
-    found, told = layer(x)
+    found, _ = layer(x)
     torch.testing.assert_close(found, expected)
-    assert told[DROPPED].item() == pytest.approx(dropped, abs=1e-6)
-    assert (dropped > 0) == ((capacity in (0.5, 1.0) and per_token < 4) or capacity == 0.5)
     (found * weight).sum().backward()
     for p, gradient in zip(layer.parameters(), gradients, strict=True):
         torch.testing.assert_close(p.grad, gradient)
     assert layer.router.weight.grad is not None
     assert layer.router.weight.grad.abs().max() > 1e-3
-
-
-def test_evaluation_drops_nothing() -> None:
-    layer, x = moe(2, 0.5), torch.randn(2, 8, 6)
-    found, told = layer.eval()(x)
-    torch.testing.assert_close(found, by_hand(layer, x)[0])
-    assert told[DROPPED] == 0
-
-
-def test_what_is_dropped_depends_on_no_later_token_and_on_no_other_sequence() -> None:
-    layer, x = moe(1, 0.5), torch.randn(4, 8, 6)
-    whole = layer(x)[0]
-    changed = x.clone()
-    changed[:, 5:] += 3.0
-    assert torch.equal(layer(changed)[0][:, :5], whole[:, :5])
-    torch.testing.assert_close(layer(x[2:3])[0], whole[2:3])
 
 
 def test_experts_without_a_token_have_gradients_of_zero() -> None:
@@ -172,7 +144,7 @@ def test_a_loss_is_the_cross_entropy_and_its_gradient_is_that_of_all_losses() ->
     """Training and evaluation give the same value; the factor on a loss is also on the router's
     losses.
     """
-    model = gpt(training=RouterTraining(0.0, 0.5, 0.1))
+    model = gpt(training=RouterTraining(0.5, 0.1))
     found = gradients(model, 3.0)
     assert torch.equal(model.eval()(*batch()), found[0])
     model.train().zero_grad()
@@ -183,7 +155,7 @@ def test_a_loss_is_the_cross_entropy_and_its_gradient_is_that_of_all_losses() ->
     (3.0 * loss).backward()
     for p, gradient in zip(model.parameters(), found[1:], strict=True):
         torch.testing.assert_close(p.grad, gradient)
-    plain = gradients(gpt(training=RouterTraining(0.0, 0.0, 0.0)), 3.0)[1:]
+    plain = gradients(gpt(training=RouterTraining(0.0, 0.0)), 3.0)[1:]
     for (name, _), without, gradient in zip(
         model.named_parameters(), plain, found[1:], strict=True
     ):

@@ -25,12 +25,12 @@ def _variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def wanted(key: str, tmp_path: Path) -> tuple[str, str]:
     """Return a value with a variable, and what it becomes."""
-    if key in ("upload", "data_url"):
+    if key == "upload":
         return "file://${SCRATCH}/x", f"file://{tmp_path}/scratch/x"
     return "$SCRATCH/x", f"{tmp_path}/scratch/x"
 
 
-@pytest.mark.parametrize("key", [key for key in PATH_KEYS if key not in ("init_from", "data_url")])
+@pytest.mark.parametrize("key", [key for key in PATH_KEYS if key != "init_from"])
 def test_a_variable_is_expanded_wherever_the_path_stands(key: str, tmp_path: Path) -> None:
     given, path = wanted(key, tmp_path)
     file = tmp_path / "mine.yaml"

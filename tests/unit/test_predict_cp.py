@@ -85,18 +85,6 @@ class Counted(Axis):
         received = tensor.clone()
         return lambda: received
 
-    def start_all_gather(self, flat: Tensor, what: str, bucket: int | None = None) -> Any:
-        self.seen.append((what, flat.nbytes))
-        parts = flat.view(self.size, -1)
-        parts.copy_(parts[self.index].clone().expand_as(parts))
-        return lambda: None
-
-    def start_reduce_scatter(
-        self, flat: Tensor, what: str, bucket: int | None = None, last: bool = False
-    ) -> Any:
-        self.seen.append((what, flat.nbytes))
-        return lambda out: out.copy_(flat.view(self.size, -1)[self.index])
-
 
 class CutModel(NamedTuple):
     model: GPT
@@ -104,9 +92,7 @@ class CutModel(NamedTuple):
     shape: ModelShape
 
 
-def cut_model(
-    cp: int, way: str = "ring", kept: str = "none", kernel: str = "flash", **settings: Any
-) -> CutModel:
+def cut_model(cp: int, kept: str = "none", kernel: str = "flash", **settings: Any) -> CutModel:
     """A model of 2 blocks on the rank of cp that attends to most."""
     mesh = Mesh(0, cp, 0, torch.device("cpu"), "none", "test")
     axis = Counted("cp", tuple(range(cp)), cp - 1, None, mesh)
@@ -114,20 +100,19 @@ def cut_model(
     shape = replace(SHAPE, n_layer=2, block_size=128, **settings)
     model = GPT(shape, 0.0, kept, RouterTraining(), Kernels(kernel))
     if cp > 1:
-        context.cut(model, axis, way)
+        context.cut(model, axis)
     return CutModel(model, axis, shape)
 
 
-@pytest.mark.parametrize("way", ["ring", "all_gather"])
 @pytest.mark.parametrize("kept", ["none", "selective", "block"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_cut_model_sends_what_the_formula_says(way: str, kept: str, precision: str) -> None:
-    model, axis, shape = cut_model(4, way, kept)
+def test_a_cut_model_sends_what_the_formula_says(kept: str, precision: str) -> None:
+    model, axis, shape = cut_model(4, kept)
     x = torch.randint(250, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = model(x, x)
     loss.backward()
-    some = job(2, precision, activation_checkpointing=kept, cp=4, cp_attention=way, tokens=128)
+    some = job(2, precision, activation_checkpointing=kept, cp=4, tokens=128)
     talks = talks_of(replace(some, shape=shape), Layout(cp=4), 2, 0)
     own = [talk for talk in talks if talk.axis == "cp"]
     for kinds, is_of in (
@@ -162,18 +147,15 @@ def kept_for_backward(cut: CutModel, sequences: int) -> int:
 
 @pytest.mark.parametrize("kernel", ["flash", "plain"])
 @pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize(("cp", "way"), [(2, "ring"), (4, "ring"), (2, "all_gather")])
-def test_a_cut_model_keeps_what_the_formula_says(
-    cp: int, way: str, rotary: bool, kernel: str
-) -> None:
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_cut_model_keeps_what_the_formula_says(cp: int, rotary: bool, kernel: str) -> None:
     """And the ring keeps what a model that is not cut keeps of as many tokens with flash."""
-    found = kept_for_backward(cut_model(cp, way, kernel=kernel, rotary=rotary), 8)
+    found = kept_for_backward(cut_model(cp, kernel=kernel, rotary=rotary), 8)
     shape = cut_model(1, rotary=rotary).shape
-    cut = Cut(cp=cp, gathers=way == "all_gather")
+    cut = Cut(cp=cp)
     parts = activation_memory(shape, 8, "fp32", "none", cut)
     parts = with_kernels(parts, shape, 8, "fp32", Kernels(kernel), "none", cut)
     # Log-softmax waits for backward, the logits do not.
     assert found == pytest.approx(parts["activations"] + parts["logits"] / 2, rel=0.02)
-    if way == "ring":
-        alone = kept_for_backward(cut_model(1, rotary=rotary), 8)
-        assert found == pytest.approx(alone / cp, rel=0.005)
+    alone = kept_for_backward(cut_model(1, rotary=rotary), 8)
+    assert found == pytest.approx(alone / cp, rel=0.005)

@@ -74,31 +74,6 @@ def test_run_folders_are_private(text: Path, tmp_path: Path) -> None:
     assert make_spec(text, tmp_path / "runs").folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("url", ["https://me:secret@host/input.txt", "http://token@host/x"])
-def test_a_password_in_data_url_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load_config(None, "tiny", {"dataset": "shakespeare", "data_url": url})
-    assert "data_url holds a password" in str(refused.value)
-    assert "secret" not in str(refused.value)
-    assert "token" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "key", ["X-Amz-Signature", "X-Amz-Security-Token", "sig", "token", "X-Goog-Credential"]
-)
-def test_a_presigned_url_is_refused_and_its_secret_not_repeated(key: str) -> None:
-    url = f"https://store.example/input.txt?version=3&{key}=hushhush"
-    with pytest.raises(ConfigError) as refused:
-        load_config(None, "tiny", {"dataset": "shakespeare", "data_url": url})
-    assert f"data_url carries a secret ({key}=...)" in str(refused.value)
-    assert "hushhush" not in str(refused.value)
-    load_config(
-        None,
-        "tiny",
-        {"dataset": "shakespeare", "data_url": "https://store.example/input.txt?version=3"},
-    )
-
-
 def test_secrets_of_the_environment_and_of_the_rendezvous_stay_out_of_files(
     text: Path, tmp_path: Path
 ) -> None:

@@ -313,7 +313,7 @@ class Driver:
         assert self.at.collector
         for failure in self.at.collector.failures:
             if failure.cause in ("exception", "refused"):
-                say_after_training(self.at.spec, failure)
+                say_after_training(failure, self.at.spec.log(failure.rank))
         if outcome["exit_reason"] != "stopped":
             return outcome | {"exit_code": 0, "why": ""}
         if self.stop.requested:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.checkpoint.run_folder import RunSpec, write_attempt
+from nanoray.checkpoint.run_folder import write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
 from nanoray.launch.recovery.actors import POLL_S, START_TRIES
@@ -74,7 +75,7 @@ class Recoverer:
             group.pool.fill(slot)
             return
         if failure and self._is_after_training(at, failure):
-            say_after_training(at.spec, failure)
+            say_after_training(failure, at.spec.log(failure.rank))
             collector.ended(slot, None, self.clock.monotonic())
             return
         collector.ended(slot, failure, self.clock.monotonic())
@@ -370,9 +371,9 @@ class Recoverer:
         self.faults.set_recovery(kind, len(joined))
 
 
-def say_after_training(spec: RunSpec, failure: Failure) -> None:
+def say_after_training(failure: Failure, log: Path) -> None:
     """Print what a script did on a rank after its training: that changes no outcome."""
     say(
         f"\nwarning  {failure.title}. The training had ended, and its outcome stands; the traceback is "
-        f"in {spec.log(failure.rank)}"
+        f"in {log}"
     )

@@ -16,12 +16,12 @@ _COMMANDS = {
 }
 
 
-def typed_command(spec: dict[str, Any]) -> str:
+def typed_command(record: dict[str, Any]) -> str:
     """Return the program of a run with its flags, without its launcher; "" if none was recorded.
 
-    `spec` is the run's run.json, or program.json.
+    `record` is the run's run.json, or program.json.
     """
-    argv = [str(word) for word in spec.get("command", [])]
+    argv = [str(word) for word in record.get("command", [])]
     if not argv:
         return ""
     # A console script runs by itself, each other file in an interpreter.

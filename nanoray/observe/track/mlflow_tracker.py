@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run_folder import RunSpec
-from nanoray.observe.track.tracker import Results, shown_config, without_passwords
+from nanoray.observe.track.tracker import Results, without_passwords
 
 LONGEST_VALUE = 6000  # characters of a parameter; MLflow refuses longer ones
 PER_REQUEST = 100  # parameters in one request, as many as MLflow takes
@@ -35,13 +35,13 @@ class MlflowTracker:
 
         return None
 
-    def start(self, spec: RunSpec, known_id: str) -> tuple[str, str]:
+    def start(self, folder: Path, config: dict[str, Any], known_id: str) -> tuple[str, str]:
         """Begin MLflow's run, or continue it; return its id and where it is."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient, get_tracking_uri, is_tracking_uri_set
 
         # MLflow's default is a file of the working folder, which a Ray job loses.
-        own_file = f"sqlite:///{spec.folder.parent / 'mlflow.db'}"
+        own_file = f"sqlite:///{folder.parent / 'mlflow.db'}"
         uri = get_tracking_uri() if is_tracking_uri_set() else own_file
         self._client = MlflowClient(tracking_uri=uri)
         where = f"{without_passwords(uri)}, experiment {self._experiment}"
@@ -55,15 +55,14 @@ class MlflowTracker:
             experiment_id = found.experiment_id
         else:
             # Our own file has its artifacts beside it, and not in the working folder.
-            folder = (spec.folder.parent / "mlflow-artifacts").as_uri() if uri == own_file else None
-            experiment_id = self._client.create_experiment(self._experiment, folder)
-        tags = {"mlflow.source.name": "nanoray", "nanoray.folder": str(spec.folder)}
-        created = self._client.create_run(experiment_id, run_name=spec.folder.name, tags=tags)
+            artifacts = (folder.parent / "mlflow-artifacts").as_uri() if uri == own_file else None
+            experiment_id = self._client.create_experiment(self._experiment, artifacts)
+        tags = {"mlflow.source.name": "nanoray", "nanoray.folder": str(folder)}
+        created = self._client.create_run(experiment_id, run_name=folder.name, tags=tags)
         self._run_id = created.info.run_id
 
         # The configuration. MLflow's parameters never change, so a resume adds none.
-        values = shown_config(spec).items()
-        params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in values]
+        params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in config.items()]
         for first in range(0, len(params), PER_REQUEST):
             self._client.log_batch(self._run_id, params=params[first : first + PER_REQUEST])
         return self._run_id, where

@@ -9,9 +9,10 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from nanoray.checkpoint.run_folder import RunSpec
+from nanoray.config import Config
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class Tracker(Protocol):
         It is called before step 1, and waits for no network.
         """
 
-    def start(self, spec: RunSpec, known_id: str) -> tuple[str, str]:
-        """Begin the tracker's run, or continue the one with `known_id`; return its id and where it is."""
+    def start(self, folder: Path, config: dict[str, Any], known_id: str) -> tuple[str, str]:
+        """Begin the tracker's run, or continue the one with `known_id`; return its id and where it is.
+
+        folder: that of the run; config: what the tracker may see of its configuration.
+        """
 
     def log(self, step: int, time_s: float, values: Mapping[str, float | str]) -> None:
         """Report the metrics of a logged step; `time_s` is in Unix seconds.
@@ -59,14 +63,14 @@ def missing_package(kind: str) -> str | None:
     )
 
 
-def shown_config(spec: RunSpec) -> dict[str, Any]:
+def shown_config(config: Config) -> dict[str, Any]:
     """Return the configuration that a tracker may see, in one level, its keys joined by dots.
 
     The values of environment variables stay out of it: they may be keys and passwords.
     """
-    config = spec.config.model_dump()
-    config["env"] = sorted(spec.config.env)
-    return flattened(config)
+    values = config.model_dump()
+    values["env"] = sorted(config.env)
+    return flattened(values)
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

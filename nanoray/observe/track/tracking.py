@@ -19,7 +19,13 @@ from nanoray.machine.atomic import read_json, write_json
 from nanoray.machine.metrics import values_of
 from nanoray.observe.track.mlflow_tracker import MlflowTracker
 from nanoray.observe.track.observer import Observer
-from nanoray.observe.track.tracker import Results, Tracker, missing_package, without_passwords
+from nanoray.observe.track.tracker import (
+    Results,
+    Tracker,
+    missing_package,
+    shown_config,
+    without_passwords,
+)
 from nanoray.observe.track.wandb_tracker import WandbTracker
 
 IDS = "trackers"  # the folder of the run in which each tracker has its id of the run
@@ -142,7 +148,8 @@ class Tracking(Observer):
     def _start(self) -> None:
         """Begin the tracker's run, or continue the one whose id an earlier process has written."""
         known_id = str(read_json(self._id_file).get("id", ""))
-        run_id, self._where = self._tracker.start(self._spec, known_id)
+        config = shown_config(self._spec.config)
+        run_id, self._where = self._tracker.start(self._spec.folder, config, known_id)
         self._id_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._id_file, {"id": run_id})
 

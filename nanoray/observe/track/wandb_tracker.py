@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.run_folder import RunSpec
-from nanoray.observe.track.tracker import Results, shown_config
+from nanoray.observe.track.tracker import Results
 
 FINISH_S = 20  # how long W&B may go on to upload at the end; `wandb sync` sends the rest
 WITHOUT_NETWORK = ("offline", "disabled", "dryrun")  # modes that need no key
@@ -33,17 +33,17 @@ class WandbTracker:
             "login`, pass the shell's key on with --env WANDB_API_KEY, or set WANDB_MODE=offline"
         )
 
-    def start(self, spec: RunSpec, known_id: str) -> tuple[str, str]:
+    def start(self, folder: Path, config: dict[str, Any], known_id: str) -> tuple[str, str]:
         """Begin W&B's run, or continue it; return its id and where it is."""
         import wandb
 
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "nanoray",
-            name=spec.folder.name,
+            name=folder.name,
             id=known_id or None,
             resume="allow",
-            config=shown_config(spec),
-            dir=os.environ.get("WANDB_DIR") or str(spec.folder),
+            config=config,
+            dir=os.environ.get("WANDB_DIR") or str(folder),
             # The console is the run's own.
             settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_S),
             reinit="create_new",  # a run that the program itself has begun stays as it is

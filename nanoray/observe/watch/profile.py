@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from nanoray.checkpoint.run_folder import RunSpec
 from nanoray.config import Config
 from nanoray.faults.progress import OUTSIDE
 from nanoray.parallel.mesh import Mesh
@@ -26,26 +26,25 @@ class Profile:
     """The instrument that profiles some steps on each rank, and writes their file."""
 
     def __init__(self, config: Config, note: Callable[[str], None]) -> None:
+        self._asked = config.profile
         self._steps = config.profiled
         self._note = note
         self._profiler: Any = None  # while steps are profiled
         self._span: AbstractContextManager[Any] | None = None  # the present phase
 
-    def begin(self, spec: RunSpec, mesh: Mesh, step: int) -> bool:
+    def begin(self, folder: Path, mesh: Mesh, step: int) -> bool:
         """Begin in a group of ranks, and drop an unfinished profile of the one before.
 
-        `step` is the number of completed steps. Returns whether steps of this command are to be
-        profiled.
+        folder: of the run; step: the number of completed steps. Returns whether steps of this command
+        are to be profiled.
         """
         self._drop()
         if not self._steps:
             return False
         if step >= self._steps[-1]:
-            self._note(
-                f"note    profile = {spec.config.profile} records nothing: step {step} is done"
-            )
+            self._note(f"note    profile = {self._asked} records nothing: step {step} is done")
             return False
-        self._folder = spec.folder / FOLDER
+        self._folder = folder / FOLDER
         self._mesh = mesh
         return True
 

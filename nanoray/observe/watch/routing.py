@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, Routing, Z
+from nanoray.models.moe import BALANCE, ENTROPY, LOAD, Routing, Z
 from nanoray.parallel.mesh import Mesh
 
 LOADS = "expert_load"  # key of a record: for each layer, each expert's load over the mean
@@ -58,7 +58,6 @@ class RoutingMeans:
         return {
             "moe/load_max": max(map(max, loads)),
             "moe/load_min": min(map(min, loads)),
-            "moe/dropped": 100.0 * of_model[DROPPED],
             "moe/entropy": of_model[ENTROPY],
             "moe/balance_loss": of_model[BALANCE],
             "moe/z_loss": of_model[Z],

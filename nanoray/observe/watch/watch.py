@@ -79,7 +79,7 @@ class Watch:
         # Rank 0 measures the statistics of layers.
         if mesh.rank == 0 and self._statistics.begin(spec.folder, state.step):
             instruments.append(self._statistics)
-        if self._profile.begin(spec, mesh, state.step):
+        if self._profile.begin(spec.folder, mesh, state.step):
             instruments.append(self._profile)
         # It averages over all ranks, so it is listed on every rank or on none.
         routing = getattr(state.model, "routing", None)  # of a model with experts

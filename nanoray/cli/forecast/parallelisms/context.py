@@ -34,8 +34,6 @@ def talks(sender: Sender) -> list[Talk]:
     blocks = sender.blocks
     numbers = 2 * sender.tokens * job.shape.n_embd / layout.tp  # of keys and values
     block = (2 if job.half else 4) * numbers
-    if job.config.cp_attention == "all_gather":
-        return _gathered(sender, layout.cp * block)
     gradients = 4 * numbers  # sums in float32
 
     # A block passes all other ranks. Its gradients also return to the rank that it is from.
@@ -49,21 +47,6 @@ def talks(sender: Sender) -> list[Talk]:
         Talk("cp", "send", "their gradients, home", blocks, gradients, "backward"),
     ]
     return [talk for talk in ring if talk.times]
-
-
-def _gathered(sender: Sender, whole: float) -> list[Talk]:
-    """Return the same where all keys and values, `whole` bytes, are gathered before attention.
-
-    They are kept for backward. Activation checkpointing gathers them again.
-    """
-    blocks = sender.blocks
-    again = blocks if sender.repeats else 0
-    gathered = [
-        Talk("cp", "all_gather", "keys and values", blocks, whole, "forward"),
-        Talk("cp", "all_gather", "keys and values, again", again, whole, "backward"),
-        Talk("cp", "reduce_scatter", "their gradients", blocks, whole, "backward"),
-    ]
-    return [talk for talk in gathered if talk.times]
 
 
 def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
