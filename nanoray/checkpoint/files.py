@@ -36,6 +36,7 @@ from nanoray.checkpoint.manifest import (
     manifest_json,
     parse_manifest,
 )
+from nanoray.checkpoint.sharded_files import MODEL, OPTIMIZER, file_of
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.tensorfile import (
     GONE,
@@ -327,18 +328,20 @@ def open_checkpoint(path: Path) -> tuple[Sums, dict[str, Any]]:
     """
     with damage_of(MANIFEST):
         sums = parse_manifest((path / MANIFEST).read_bytes())
-        if sums.keys() != {*sharded_files.names_in(sums), RNG, STATE}:
-            raise ValueError("other files than those of a checkpoint")
-
     # Sizes are compared without reading; checksums when a file is read.
     for name, entry in sums.items():
         with damage_of(name):
             size = (path / name).stat().st_size
             if size != entry["bytes"]:
                 raise Damage(f"{name}: {size} bytes instead of {entry['bytes']}")
-    data = read_file(path / STATE, sums[STATE])
     with damage_of(STATE):
-        return sums, json.loads(data.numpy().tobytes())
+        content = json.loads(read_file(path / STATE, sums[STATE]).numpy().tobytes())
+        names = {RNG, STATE}
+        for rank in range(len(content["pieces"])):
+            names |= {file_of(MODEL, rank), file_of(OPTIMIZER, rank)}
+    if sums.keys() != names:
+        raise Damage(f"{MANIFEST}: not as nanoray writes it")
+    return sums, content
 
 
 def names_in(folder: Path, notes: list[str]) -> list[str]:

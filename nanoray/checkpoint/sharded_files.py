@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,12 @@ from nanoray.parallel.pieces import Piece, fill, overlaps
 _POLL_S = 0.02
 MODEL = "model"
 OPTIMIZER = "optimizer"
-_FILE = re.compile(r"(model|optimizer)-(\d{5})\.safetensors")
 Sums = dict[str, dict[str, Any]]
+
+
+def file_of(kind: str, rank: int) -> str:
+    """Return the name of a rank's file of weights, or of optimizer state."""
+    return f"{kind}-{rank:05d}.safetensors"
 
 
 def write(temp: Path, rank: int, state: StateDict) -> None:
@@ -45,8 +47,8 @@ def write(temp: Path, rank: int, state: StateDict) -> None:
     0.
     """
     files = {
-        f"{MODEL}-{rank:05d}.safetensors": state.model,
-        f"{OPTIMIZER}-{rank:05d}.safetensors": state.optimizer,
+        file_of(MODEL, rank): state.model,
+        file_of(OPTIMIZER, rank): state.optimizer,
     }
     sums: Sums = {}
     try:
@@ -99,24 +101,6 @@ def reason(error: OSError) -> str:
     return f"{error.strerror} ({Path(str(error.filename)).name}); {remedy}"
 
 
-def names_in(files: Iterable[str]) -> list[str]:
-    """Return the names of part files among `files`, in their order.
-
-    Raises ValueError unless ranks 0, 1, ... have two files each.
-    """
-    names = []
-    counts: Counter[int] = Counter()
-    for name in files:
-        match = _FILE.fullmatch(name)
-        if match:
-            names.append(name)
-            counts[int(match[2])] += 1
-    two_each = Counter(dict.fromkeys(range(len(names) // 2), 2))
-    if not names or counts != two_each:
-        raise ValueError("a part is missing")
-    return names
-
-
 def load(
     path: Path,
     sums: Sums,
@@ -160,7 +144,7 @@ def _load(
     if kind == MODEL:
         parts = {name: [] for name in pieces if name in whole}  # none of them may be missing
     for rank in sorted(ranks):
-        file = f"{kind}-{rank:05d}.safetensors"
+        file = file_of(kind, rank)
         # Each file is read once, however many pieces of it are wanted.
         for name, tensor in tensors_in(read_file(path / file, sums[file]), file).items():
             parameter = _parameter_of(name, kind)

@@ -235,7 +235,7 @@ def valid(path: Path) -> bool:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda c: c["pieces"].pop(), "state.json: not as nanoray writes it"),
+        (lambda c: c["pieces"].pop(), "manifest.json: not as nanoray writes it"),
         (
             lambda c: c["pieces"][0]["up"].update(boxes=[[[0, 1], [0, 4]]]),
             "state.json: not as nanoray writes it",
