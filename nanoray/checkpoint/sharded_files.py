@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoray.checkpoint.manifest import Sums
 from nanoray.checkpoint.state.state_dict import StateDict
 from nanoray.checkpoint.tensorfile import damage_of, layout, read_file, tensors_in, write_file
 from nanoray.errors import CheckpointError
@@ -32,7 +33,6 @@ from nanoray.parallel.pieces import Piece, fill, overlaps
 _POLL_S = 0.02
 MODEL = "model"
 OPTIMIZER = "optimizer"
-Sums = dict[str, dict[str, Any]]
 
 
 def file_of(kind: str, rank: int) -> str:
