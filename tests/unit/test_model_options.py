@@ -90,4 +90,3 @@ def test_a_dry_run_counts_images() -> None:
     assert "64 images × 1 accum × 2 dp = 128 images/step, 10 steps = 1,280 images" in lines
     assert "269,722 parameters" in lines
     assert "classes 10" in lines
-    assert "parameters 1.0 + gradients 1.0 + optimizer 1.0 + activations" in lines

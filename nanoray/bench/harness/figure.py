@@ -49,6 +49,7 @@ class Figure:
 
     panels: Sequence[Panel] | Callable[[Report], Sequence[Panel]]
     size: tuple[float, float] | Callable[[Report], tuple[float, float]] = (11, 3.6)
+    rows: int = 1
     note: Sequence[str] | Callable[[Report], str] = ()
 
     def draw(self, report: Report, path: Path) -> None:
@@ -65,8 +66,8 @@ class Figure:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        across = max(1, len(panels))
-        drawn, every = pyplot.subplots(1, across, figsize=size, layout="constrained", squeeze=False)
+        grid = (self.rows, max(1, len(panels) // self.rows))
+        drawn, every = pyplot.subplots(*grid, figsize=size, layout="constrained", squeeze=False)
         try:
             for axes, panel in zip(every.flat, panels, strict=False):
                 panel.put_on(axes, report)
