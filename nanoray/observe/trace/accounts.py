@@ -280,7 +280,7 @@ def _exposed_fraction(folder: Path) -> float | None:
         return None
     exposed_ms = sum(of_step["exposed_ms"] for of_step in figures)
     step_ms = sum(of_step["step_ms"] for of_step in figures)
-    return float(exposed_ms / step_ms)
+    return float(exposed_ms / step_ms) if step_ms else None  # 0: no optimizer was called
 
 
 def _end_of_command(folder: Path, started: float) -> float:

@@ -133,11 +133,12 @@ def _title(steps: Sequence[dict[str, Any]], ranks: int, all_ranks: int, pipeline
     step_ms = fmean(step["figures"]["step_ms"] for step in steps)
     busy_ms = fmean(step["figures"]["busy_ms"] for step in steps)
     exposed_ms = fmean(step["figures"]["exposed_ms"] for step in steps)
+    share = 100 * exposed_ms / step_ms if step_ms else 0.0  # a program may call no optimizer
     buckets = [c for c in steps[-1]["collectives"] if c["bucket"] is not None]
     sizes = ", ".join(f"{bucket['bytes'] / 1e6:.2g} MB" for bucket in buckets)
     title = (
         f"{which}, {len(steps)} step(s): {step_ms:.1f} ms a step, collectives {busy_ms:.1f} ms, "
-        f"exposed {exposed_ms:.1f} ms ({100 * exposed_ms / step_ms:.0f} %)\n"
+        f"exposed {exposed_ms:.1f} ms ({share:.0f} %)\n"
         f"upper bar: what the rank does; lower bar: gradient buckets ({sizes}) and other "
         "collectives"
     )
