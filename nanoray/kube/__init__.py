@@ -1,1 +1,1 @@
-"""Kubernetes: render, submit and follow a run."""
+"""Kubernetes: render, submit, follow and fetch a run."""

@@ -138,7 +138,7 @@ def _wait_until_reserved(
         message = f"{asked}; {_format_nodes(nodes, 'total')}"
         if message != printed and room_on(nodes, bundle, "total") < workers:
             printed = message
-            say(f"wait   at most {config.placement_timeout_s:g} s for more nodes: {message}")
+            say(f"wait   at most {remaining_s:.0f} s for more nodes: {message}")
 
 
 def _request(
