@@ -1,8 +1,8 @@
 """Where ranks run: reserve a slot per rank on the cluster that this process is connected to.
 
-nodes of the cluster ─► request ─► placement group ─► wait until it is reserved ─► devices ─► Placement
-
-The group waits for other jobs to end, for nodes that join, and for those that an autoscaler adds.
+nodes of the cluster ─► request that fits ─► placement group ─► devices ─► Placement
+        ▲                       │
+        └─ wait for more nodes ◄┘
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ from nanoray.machine.slots import Slots, cpu_share, local_slots
 
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
+RESERVE_S = 5.0  # how long Ray may take to reserve a group that the nodes have room for
+# After this long without a new node, the pods of a KubeRay cluster are assumed to be all there.
+ASSEMBLED_S = 30.0
 # How long to wait for resources where all nodes are there.
 PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)
 # An environment variable that KubeRay's operator sets in every pod.
@@ -76,18 +80,16 @@ class Placement:
     ) -> Placement:
         """Reserve one bundle per rank; `check` is called while it waits, and may raise.
 
-        A placement_timeout_s above the default says that nodes may join. Raises PlacementError with
-        the resources of each node if that is impossible.
+        Raises PlacementError with the resources of each node if that is impossible.
         """
-        nodes = nodes_of(api)
-        # The pods of KubeRay, and the workers of a head without CPUs, may be on their way.
-        assembling = _KUBERAY in os.environ or not any(n["total"].get("CPU") for n in nodes)
-        kind, workers, bundle = _request(config, nodes, assembling)
-        if not assembling and config.placement_timeout_s <= PATIENCE_S:
-            _require_room(nodes, workers, bundle)
-        group = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
-        try:
-            _wait_until_reserved(group, config, workers, bundle, check, api)
+        deadline = time.monotonic() + config.placement_timeout_s
+        with closing(Demand(config.placement.upper(), api)) as demand:
+            kind, workers, bundle = _request_that_fits(config, deadline, demand, check, api)
+            group = demand.reserve([bundle] * workers)
+            # The nodes are there now; give Ray a moment of its own to reserve their resources.
+            patience_s = min(PATIENCE_S, config.placement_timeout_s)
+            deadline = max(deadline, time.monotonic() + patience_s)
+            _wait_until_reserved(group, config, workers, bundle, deadline, check, api)
             slots = _slots_of(group, kind, workers, check, api)
             is_mig = False
             first_devices: list[str] = []
@@ -100,9 +102,7 @@ class Placement:
                     "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their "
                     "number"
                 )
-        except BaseException:
-            api.util.remove_placement_group(group)
-            raise
+            demand.keep()
         # Ranks are ordered by node, then by device.
         order = tuple(index for _, _, index in sorted(slots))
         return cls(group, "mig" if is_mig else kind, bundle, order)
@@ -113,48 +113,160 @@ def _wait_until_reserved(
     config: Config,
     workers: int,
     bundle: dict[str, float],
+    deadline: float,
     check: Callable[[], None],
     api: Any,
 ) -> None:
     """Wait until Ray has reserved all bundles, calling `check`. Raises PlacementError if late."""
-    asked = f"asked for {workers} × {_format_resources(bundle)}"
-    deadline = time.monotonic() + config.placement_timeout_s
     ready = group.ready()
-    printed = ""
     while True:
         remaining_s = max(0.0, deadline - time.monotonic())
         done, _ = api.wait([ready], timeout=min(PLACEMENT_POLL_S, remaining_s))
         if done:
             return
         check()
-        nodes = nodes_of(api)
-        if not remaining_s:
-            state = api.util.placement_group_table(group)["stats"]["scheduling_state"]
-            raise PlacementError(
-                f"{asked}, not free within {config.placement_timeout_s:g} s ({state}); "
-                f"{_format_nodes(nodes, 'available')}; wait for other jobs or nodes, or raise "
-                "--placement_timeout_s"
-            )
-        message = f"{asked}; {_format_nodes(nodes, 'total')}"
-        if message != printed and room_on(nodes, bundle, "total") < workers:
-            printed = message
-            say(f"wait   at most {remaining_s:.0f} s for more nodes: {message}")
+        if time.monotonic() < deadline:
+            continue
+        state = api.util.placement_group_table(group)["stats"]["scheduling_state"]
+        raise PlacementError(
+            f"asked for {workers} × {_format_resources(bundle)}, not free within "
+            f"{config.placement_timeout_s:g} s ({state}); "
+            f"{_format_nodes(nodes_of(api), 'available')}; wait for other jobs, or raise "
+            "--placement_timeout_s"
+        )
 
 
-def _request(
-    config: Config, nodes: list[dict[str, Any]], assembling: bool
+def _request_that_fits(
+    config: Config, deadline: float, demand: Demand, check: Callable[[], None], api: Any
 ) -> tuple[str, int, dict[str, float]]:
+    """Return `_request` for the present nodes, waiting for more of them where more may come.
+
+    A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or
+    if KubeRay's operator brings its pods up: then ranks that would share CPUs wait, too. A
+    placement_timeout_s above the default says that other clusters may grow. `demand` holds what is
+    awaited; `check` is called meanwhile, and may raise. Raises PlacementError if the cluster cannot
+    hold the ranks.
+    """
+    assembling = _KUBERAY in os.environ
+    known_ids: set[str] = set()
+    changed_at = 0.0  # monotonic seconds at which a node came or went
+    printed = ""
+    while True:
+        nodes = nodes_of(api)
+        now = time.monotonic()
+        if not any(node["total"].get("CPU") for node in nodes):
+            assembling = True
+        ids = {node["id"] for node in nodes}
+        if ids != known_ids:
+            known_ids = ids
+            changed_at = now
+
+        request = None
+        try:
+            request = _request(config, nodes)
+            _, workers, bundle = request
+            _require_room(nodes, workers, bundle)
+            # Ranks share a CPU only if no further nodes come: others may only be late.
+            shares_cpus = bundle["CPU"] < 1 and not config.cpus_per_worker
+            patient_until = min(deadline, changed_at + ASSEMBLED_S)
+            if not (shares_cpus and assembling) or now > patient_until:
+                return request
+            problem = f"{workers} ranks would share CPUs"
+        except PlacementError as error:
+            if not assembling and config.placement_timeout_s <= PATIENCE_S:
+                raise
+            if now >= deadline:
+                raise PlacementError(
+                    f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why "
+                    "they do not join, or raise --placement_timeout_s"
+                ) from None
+            problem = f"no room for workers = {config.workers}"
+
+        # An autoscaler adds nodes only for a placement group that waits for them.
+        demand.change(_awaited_bundles(config, request))
+        message = f"{problem}; {_format_nodes(nodes, 'total')}"
+        if message != printed:
+            printed = message
+            remaining_s = deadline - now
+            say(f"wait   at most {remaining_s:.0f} s for more nodes: {message}")
+        check()
+        time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
+
+
+class Demand:
+    """A placement group, removed again unless it is kept.
+
+    While it is pending an autoscaler adds nodes, as it does only for resources that are awaited.
+    """
+
+    def __init__(self, strategy: str, api: Any) -> None:
+        self._strategy = strategy
+        self._api = api
+        self._bundles: list[dict[str, float]] = []
+        self._group: PlacementGroup | None = None
+
+    def change(self, bundles: list[dict[str, float]]) -> None:
+        """Wait for these bundles in place of the earlier ones."""
+        if bundles == self._bundles:
+            return
+        self.close()
+        if bundles:
+            self._group = self._api.util.placement_group(bundles, strategy=self._strategy)
+        self._bundles = bundles
+
+    def reserve(self, bundles: list[dict[str, float]]) -> PlacementGroup:
+        """Return a group of these bundles: the one that waits, if it has the same."""
+        self.change(bundles)
+        assert self._group
+        return self._group
+
+    def keep(self) -> None:
+        """Leave the group to the caller."""
+        self._group = None
+        self._bundles = []
+
+    def close(self) -> None:
+        """Remove the group, if there is one."""
+        if self._group:
+            self._settle(self._group)
+            self._api.util.remove_placement_group(self._group)
+        self.keep()
+
+    def _settle(self, group: PlacementGroup) -> None:
+        """Wait until Ray has reserved the group's bundles, if the nodes have room for them.
+
+        Ray may lose the resources of a group that is removed meanwhile (ray-project/ray#64693).
+        """
+        until = time.monotonic() + RESERVE_S
+        while time.monotonic() < until:
+            room = room_on(nodes_of(self._api), self._bundles[0], "available")
+            state = self._api.util.placement_group_table(group)["state"]
+            if state == "CREATED" or room < len(self._bundles):
+                return
+            time.sleep(PLACEMENT_POLL_S)
+
+
+def _awaited_bundles(
+    config: Config, request: tuple[str, int, dict[str, float]] | None
+) -> list[dict[str, float]]:
+    """Return the bundles that more nodes are awaited for.
+
+    On CPUs these are whole ones: ranks share a CPU only if no more nodes come.
+    """
+    if request and request[0] != "cpu":
+        _, workers, bundle = request
+        return [bundle] * workers
+    if config.workers == "auto":
+        return []
+    return [{"CPU": config.cpus_per_worker or 1.0}] * config.workers
+
+
+def _request(config: Config, nodes: list[dict[str, Any]]) -> tuple[str, int, dict[str, float]]:
     """Return the kind of device, the number of ranks and the resources of each, for these nodes.
 
-    Raises PlacementError if CPUs do not suffice for the ranks, or if there is no node to choose by.
+    Raises PlacementError if CPUs do not suffice for the ranks.
     """
     gpus = sum(node["total"].get("GPU", 0) for node in nodes)
-    cpus = [node["total"].get("CPU", 0.0) for node in nodes]
-    if not gpus and not any(cpus) and "auto" in (config.device, config.workers):
-        raise PlacementError(
-            f"device = {config.device}, workers = {config.workers}, but no node of the cluster has "
-            "GPUs or CPUs yet by which auto could choose; give --device cpu|cuda|mig --workers N"
-        )
     kind = config.device
     if kind == "auto":
         kind = "cuda" if gpus else "cpu"
@@ -164,13 +276,12 @@ def _request(
         return kind, workers, {"GPU": 1.0, "CPU": config.cpus_per_worker or 1.0}
 
     choose_precision(config, kind, frozenset())  # raises for one that CPUs do not have
+    cpus = [node["total"].get("CPU", 0.0) for node in nodes]
     if config.workers == "auto":
         workers = 2 if sum(cpus) >= 2 else 1
     else:
         workers = config.workers
     share = config.cpus_per_worker
-    if not share and assembling and sum(map(int, cpus)) < workers:
-        share = 1.0  # others are on their way: ranks share no CPU
     if not share:
         share = cpu_share([count for count in cpus if count > 0], workers)
     return kind, workers, {"CPU": share}

@@ -35,7 +35,7 @@ from tests.harness.commands import wait_for
 from tests.harness.ports import free_port
 from tests.harness.ranks import only_run
 
-FLAGS = (*TWO_RANKS, "--resume", "auto", "--device", "cpu")
+FLAGS = (*TWO_RANKS, "--resume", "auto")
 # The other rank waits in a collective as long as the slow step takes.
 LOST = (*FLAGS, "--placement_timeout_s", "170", "--timeout_s", "60", "--hang_timeout", "60")
 
@@ -75,7 +75,7 @@ def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
             assert code == 0, output
     undisturbed(recipe, tmp_path / "undisturbed", *FLAGS)
     assert re.search(
-        r"wait   .* for more nodes: asked for 2 × 1 CPU; total per node: \S+ has nothing\n",
+        r"wait   .* for more nodes: no room for workers = 2; total per node: \S+ has nothing\n",
         output,
     )
     assert summary(out)["exit_reason"] == "finished"
