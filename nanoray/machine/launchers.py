@@ -1,18 +1,18 @@
 """The program that started this process as one rank of many, recognised by its variables.
 
     torchrun, or RANK and WORLD_SIZE of a StatefulSet    ─┐
-    mpirun: Open MPI, Intel MPI, MPICH                    ├─► place_of(environment) ─► Place, or None
+    mpirun: Open MPI, MVAPICH, Intel MPI, MPICH, Cray     ├─► place_of(environment) ─► Place, or None
     srun: a step of SLURM with more than one task        ─┘
 
 Each launcher is a row of a table with the names of its variables. Launchers nest: srun starts torchrun
 on each node, and mpirun starts its daemons with srun. The innermost one counts, in the order torchrun,
-mpirun, srun, and RANK and WORLD_SIZE without a launcher. All ranks meet where MASTER_ADDR and
-MASTER_PORT say, which torchrun sets itself.
+mpirun, srun, and RANK and WORLD_SIZE without a launcher.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,16 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.errors import ConfigError
+from nanoray.machine.interfaces import LOOPBACK
 
+# Ports that a job's number is mapped to: below the range from which systems pick ports themselves
+_PORTS = range(20000, 30000)
 # SLURM numbers the steps of batch scripts, interactive shells and the like from here on
 _SPECIAL_STEPS = 2**32 - 256
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How users of each command say where the ranks meet
-_HOW = {
-    "srun": 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
-    "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) before srun",
-    "mpirun": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (others: -genv NAME VALUE)",
-}
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,7 @@ class Launcher:
     world_size: tuple[str, ...]
     local_rank: tuple[str, ...] = ()
     local_world_size: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()  # they identify the job on all of its nodes
 
 
 TORCHRUN = Launcher(
@@ -54,15 +52,17 @@ TORCHRUN = Launcher(
     world_size=("WORLD_SIZE",),
     local_rank=("LOCAL_RANK",),
     local_world_size=("LOCAL_WORLD_SIZE",),
+    job=("TORCHELASTIC_RUN_ID",),
 )
 # RANK and WORLD_SIZE without torchrun: a StatefulSet, a Kubeflow job, DeepSpeed, a user's own script
-VARIABLES = replace(TORCHRUN, name="variables", command="")
+VARIABLES = replace(TORCHRUN, name="variables", command="", job=())
 SRUN = Launcher(
     "SLURM",
     "srun",
     rank="SLURM_PROCID",
     world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_rank=("SLURM_LOCALID",),
+    job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 # Each has a test in tests/unit/test_launchers.py.
 MPIRUNS = (
@@ -73,14 +73,23 @@ MPIRUNS = (
         world_size=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE",),
+    ),
+    Launcher(
+        "MVAPICH",
+        "mpirun",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     Launcher(
         "Intel MPI or MPICH",
         "mpirun",
         rank="PMI_RANK",
         world_size=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
     ),
 )
 
@@ -204,7 +213,7 @@ def refuse_many_starts(env: Mapping[str, str], command: str) -> None:
     complete = all(name in env for name in _TORCH)
     if not outer and not complete:  # what is left over of torch's variables is not read
         return
-    place = outer or place_of(env)
+    place = place_of(env)
     if place and place.world_size > 1:
         by = place.launcher.command or "torchrun"
         raise ConfigError(
@@ -318,20 +327,49 @@ def _numbered(env: Mapping[str, str], launcher: Launcher) -> Place | None:
         node_rank=node_rank,
         master_addr="",
         master_port=0,
-        run_id="env",
+        run_id="",
         size_variable=sizes[0],
     )
 
 
 def _with_address(env: Mapping[str, str], place: Place) -> Place:
-    """Add where the ranks of srun or mpirun meet. Raises ConfigError where that is not said."""
-    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+    """Add where the ranks of srun or mpirun meet.
+
+    MASTER_ADDR and MASTER_PORT win. Otherwise the address is that of the one host, or of SLURM's
+    first; the port follows from the job's number. Raises ConfigError where neither says it.
+    """
+    launcher = place.launcher
+    addr = ""
+    if "MASTER_ADDR" in env:
+        addr = _master_addr(env)
+    elif _is_one_host(env, place):
+        addr = LOOPBACK
+    elif launcher is SRUN:
+        addr = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+
+    # What all ranks know of their job, and no rank of another one does
+    job = ".".join(env[name] for name in launcher.job if name in env)
+    run_id = f"{launcher.command}-{job}" if job else launcher.command
+    if not addr or not (job or "MASTER_PORT" in env):
+        how = "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (others: -genv NAME VALUE)"
+        if launcher is SRUN:
+            how = "export MASTER_ADDR=HOST MASTER_PORT=29500 before srun"
         raise ConfigError(
-            f"{describe_variables(env, place)} ({place.launcher.name}) are ranks, and MASTER_ADDR or "
-            f"MASTER_PORT is not set; {_HOW[place.launcher.command]}, with the host of rank 0 and a "
-            "port of the job's own"
+            f"{describe_variables(env, place)} ({launcher.name}) are ranks, and MASTER_ADDR or "
+            f"MASTER_PORT is not set; {how}, with the host of rank 0 and a port of the job's own"
         )
-    return replace(place, master_addr=_master_addr(env), master_port=_master_port(env))
+    port = _PORTS[zlib.crc32(run_id.encode()) % len(_PORTS)]
+    if "MASTER_PORT" in env:
+        port = _master_port(env)
+    return replace(place, master_addr=addr, master_port=port, run_id=run_id)
+
+
+def _is_one_host(env: Mapping[str, str], place: Place) -> bool:
+    if place.launcher is SRUN:
+        for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+            if name in env:
+                return _number(env, name) == 1
+    return place.local_world_size == place.world_size
 
 
 def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
@@ -343,6 +381,19 @@ def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
     if node < len(counts):
         return max(1, counts[node])
     return 1
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of SLURM's list: `gpu[003-007,9],login` begins with gpu003."""
+    host = ""
+    depth = 0
+    for character in nodes:
+        if character == "," and depth == 0:
+            break
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        host += character
+    # Of each pair of brackets, the first number of the first range
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", host)
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from nanoray.checkpoint.resume import newest_valid
-from nanoray.machine.interfaces import free_port
 from nanoray.machine.proc import start_time, stat_of
 from tests.harness.commands import Command, torchrun
 
@@ -30,15 +29,15 @@ def only_run(out_dir: Path) -> Path:
 
 
 def test_two_tasks_of_srun_are_two_ranks_of_one_run(recipe: Path, tmp_path: Path) -> None:
-    """SLURM's variables, as `srun -n 2 nanoray train` sets them, and where the tasks meet."""
+    """SLURM's variables and no other, as `srun -n 2 nanoray train` sets them."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
         "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "this[1-2]",
         "SLURM_NODEID": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
     }
     tasks = []
     for task in ("1", "0"):

@@ -148,7 +148,7 @@ def test_several_are_refused_under_a_launcher_too(
 ) -> None:
     choose(monkeypatch, "fine")
     slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
-    slurm |= {"SLURM_LOCALID": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+    slurm |= {"SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "here"}
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     assert bench.main(["all"]) == 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoray.errors import ConfigError
-from nanoray.machine.launchers import place_of, refuse_many_starts
+from nanoray.machine.launchers import first_host, place_of
 from nanoray.parallel.rendezvous import Rendezvous
 
 TORCH = {
@@ -28,15 +27,24 @@ SRUN = {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
 }
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-a-17@1",
 }
 ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
 # The steps of a batch script and of `salloc`'s shell: they have the numbers of the whole job
 BATCH = {key: SRUN[key] for key in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_LOCALID")}
 BATCH |= {"SLURM_PROCID": "0"}
@@ -51,8 +59,10 @@ FAR = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
         # rank, ranks, rank on the node, ranks of the node, node
         (TORCHRUN, "torchrun", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
         (TORCH, "variables", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
-        (SRUN | ADDRESS, "SLURM", (3, 4, 1, 2, 1), "a:1234"),
-        (OPEN_MPI | ADDRESS, "Open MPI", (1, 2, 1, 2, 0), "a:1234"),
+        (SRUN, "SLURM", (3, 4, 1, 2, 1), "gpu003:"),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "1"}, "SLURM", (3, 4, 1, 2, 1), "127.0.0.1:"),
+        (OPEN_MPI, "Open MPI", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        (MVAPICH | ADDRESS, "MVAPICH", (1, 2, 1, 2, 0), "a:1234"),
         (DAEMONS | OPEN_MPI | FAR | ADDRESS, "Open MPI", (5, 8, 1, 2, 2), "a:1234"),
     ],
 )
@@ -70,7 +80,8 @@ def test_each_launcher_is_recognised(
         r.local_world_size,
         r.node_rank,
     ) == numbers
-    assert f"{r.master_addr}:{r.master_port}" == addr
+    assert f"{r.master_addr}:{r.master_port}".startswith(addr)
+    assert 0 < r.master_port < 2**15, "not a port that the system may have given to another program"
     said = place.describe()
     assert said.startswith(f"ranks  {r.world_size} by ")
     meets = f"{r.master_addr}:{r.master_port}"
@@ -78,15 +89,27 @@ def test_each_launcher_is_recognised(
     assert place.supervised == (launcher != "variables")
 
 
+def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
+    def port(change: dict[str, str]) -> tuple[int, str]:
+        r = Rendezvous.from_env(SRUN | change)
+        return r.master_port, r.public
+
+    assert port({}) == port({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    other_step = port({"SLURM_STEP_ID": "1"})
+    other_job = port({"SLURM_JOB_ID": "72"})
+    assert len({port({}), other_step, other_job}) == 3
+
+
 @pytest.mark.parametrize(
-    ("env", "remedy"),
-    [(SRUN, "MASTER_ADDR=$(scontrol show hostnames"), (OPEN_MPI, "mpirun -x MASTER_ADDR=HOST")],
+    ("nodes", "host"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu[003-007,9],login", "gpu003"),
+        ("gpu[9,12-13]", "gpu9"),
+        ("rack[1-2]-node[05-06].example", "rack1-node05.example"),
+        ("", ""),
+    ],
 )
-def test_ranks_that_do_not_know_where_to_meet_are_refused(env: dict[str, str], remedy: str) -> None:
-    with pytest.raises(
-        ConfigError, match="are ranks, and MASTER_ADDR or MASTER_PORT is not set"
-    ) as e:
-        place_of(env)
-    assert remedy in str(e.value)
-    with pytest.raises(ConfigError, match="each of them would start a run of its own"):
-        refuse_many_starts(env, "`nanoray run`")
+def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
