@@ -90,6 +90,9 @@ def _run(argv: list[str]) -> int:
         words = entry.words.split()
         if argv[: len(words)] == words:
             return run_one(name, entry, argv[len(words) :])
+    if not arms and family in BENCHMARKS:
+        known = BENCHMARKS[family].words
+        raise ConfigError(f"unknown bench {family}; did you mean bench {known}?")
     if not arms:
         families = dict.fromkeys(entry.family for entry in BENCHMARKS.values())
         refuse_unknown(family, [*families, "all"], "bench")

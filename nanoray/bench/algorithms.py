@@ -204,7 +204,9 @@ class AlgorithmsBenchmark(Benchmark):
 
     def notes(self, report: Report) -> list[str]:
         """Return why algorithms were skipped."""
-        return sorted({f"skipped {row.arm}: {row.skipped}" for row in report.rows if row.skipped})
+        return sorted(
+            {f"skipped {row.arm}: {row.skipped}" for row in _rows_of(report) if row.skipped}
+        )
 
 
 def row_of(event: Record) -> Measurement:

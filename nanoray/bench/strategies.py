@@ -1,7 +1,7 @@
 """`python -m nanoray.bench layouts strategies`: time, memory and communication of each mode.
 
 DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, ZeRO and
-FSDP in two groups of ranks (hybrid sharding), DDP with gradients in 16 bits, context, tensor and
+FSDP in two groups of ranks (hybrid sharding), DDP by hand with gradients in 16 bits, context, tensor and
 pipeline parallelism, train one model on the same batches; the same model with experts in place of
 its MLPs is trained with and without expert parallelism. Times: every round runs a few steps of
 each arm in turn, on ranks that hold them all, so a slow minute of the machine hits all arms;

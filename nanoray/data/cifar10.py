@@ -71,6 +71,10 @@ def _real(config: Config) -> DatasetInfo:
     data = fetch(url, most_bytes=_MOST_BYTES)
     # Without the check, a proxy's error page would be unpacked.
     digest = hashlib.sha256(data).hexdigest()
+    if digest != SHA256 and url != URL:
+        raise DataError(
+            f"{copy} is not CIFAR-10's archive (sha256 {digest}); copy it again, or remove it"
+        )
     if digest != SHA256:
         raise FetchFailed(f"these {len(data)} bytes are another file", got=digest)
     train, val = read_archive(data)

@@ -228,6 +228,7 @@ def test_help_lists_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["trian"], "unknown bench trian; did you mean train?"),
+        (["overlap"], "unknown bench overlap; did you mean bench communication overlap?"),
         (["xyz"], "unknown bench xyz; known: train, communication, "),
         (["train", "--round", "3"], "unknown flag --round; did you mean --rounds?"),
         (["train", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),

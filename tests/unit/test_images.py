@@ -93,6 +93,16 @@ def test_a_copy_of_the_archive_in_the_cache_is_read_once(
     )
 
 
+@pytest.mark.parametrize("dataset", ["auto", "cifar10"])
+def test_a_damaged_copy_of_the_archive_is_named_and_nothing_else_is_taken(
+    tmp_path: Path, dataset: str
+) -> None:
+    copy = tmp_path / "cifar-10-binary.tar.gz"
+    copy.write_bytes(archive()[:1000])
+    with pytest.raises(DataError, match="is not CIFAR-10's archive"):
+        prepare(config(dataset, data_dir=str(tmp_path)))
+
+
 @pytest.mark.usefixtures("no_network")
 def test_cifar10_by_name_is_never_replaced() -> None:
     assert refused().startswith("cannot get CIFAR-10 from file:///no/such/archive: ")

@@ -1,6 +1,6 @@
 """The memory of one rank of a GPT at the peak of a step, by part, and how it is written.
 
-Every dry run, search and inspection gets its numbers from `rank_memory`: state by
+Every dry run and search gets its numbers from `rank_memory`: state by
 `nanoray.cli.forecast.memory`, activations by `nanoray.models.costs` for as many micro batches as the
 timetable of the pipeline keeps in flight.
 """

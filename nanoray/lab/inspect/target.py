@@ -21,6 +21,7 @@ from nanoray.cli.run_plan import known_dataset
 from nanoray.config import Config, did_you_mean, preset_names, resolve_batch
 from nanoray.config.choose import choose_attention, choose_precision
 from nanoray.config.layout import Layout
+from nanoray.config.mesh import AXES
 from nanoray.config.settings import FLAG
 from nanoray.data.dataset import DatasetInfo, script_data
 from nanoray.data.prepare import prepare
@@ -46,6 +47,8 @@ NO_EFFECT = (
     "--topology",
     "--memory_gb",
 )
+# Flags that divide the work among ranks: what is shown is the whole model.
+DIVIDES = ("--dp_mode", "--replicas", *(f"--{axis.key}" for axis in AXES))
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,11 @@ def _refuse_ignored(flags: list[str]) -> None:
             raise ConfigError(
                 f"{name} would be ignored: TARGET names the configuration, and inspect starts "
                 "nothing; drop it"
+            )
+        if name in DIVIDES:
+            raise ConfigError(
+                f"{name} would be ignored: inspect shows the whole model; drop it, or see what each "
+                "rank has with `python -m nanoray.launch --dry_run`"
             )
 
 
