@@ -20,6 +20,7 @@ from nanoray.bench.harness import processes
 from tests.harness import commands, leaks
 from tests.harness.cluster import commands_end_here
 from tests.harness.fixtures import kubectl, own_cache, shakespeare, text
+from tests.harness.forked_python import forked_python
 from tests.harness.ranks import TINY, end_ranks
 from tests.harness.ray_workers import forked_workers
 
@@ -146,6 +147,16 @@ def _settings_of_torch() -> dict[str, object]:
         "mkldnn": torch.backends.mkldnn.enabled,
         "gradients": torch.is_grad_enabled(),
     }
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[dict[str, str]]:
+    """Variables with which torchrun forks its ranks, and a script that calls PYTHON forks that."""
+    with (
+        tempfile.TemporaryDirectory(prefix="nr-python-", dir="/tmp") as folder,
+        forked_python(Path(folder)) as env,
+    ):
+        yield env
 
 
 @pytest.fixture(scope="session")

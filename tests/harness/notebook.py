@@ -5,6 +5,7 @@ The names replace what the cell with the tag `parameters` sets, as papermill doe
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 def main(path: str, *values: str) -> None:
     """Run the cells in order, in one namespace, and print the seconds that each took."""
+    sys.executable = os.environ.get("PYTHON", sys.executable)  # of the commands in its cells
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
     for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):

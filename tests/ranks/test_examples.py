@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,11 @@ def scripts() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", scripts())
 def test_a_script_trains_two_ranks_under_torchrun(
-    script: Path, cache: Path, tmp_path: Path
+    script: Path, cache: Path, tmp_path: Path, forked: dict[str, str]
 ) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    env |= {"RANKS": "2", "PYTHON": sys.executable}
+    env = (
+        {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | forked | {"RANKS": "2"}
+    )
     command = ["bash", str(script), *SHORT, "--device", "cpu", "--data_dir", str(cache)]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400

@@ -343,7 +343,7 @@ def test_the_stages_with_ranks_run(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.full
-def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path, forked: dict[str, str]) -> None:
     """Under the real one. The script goes on after its training, on every rank."""
     command = [
         sys.executable,
@@ -359,13 +359,9 @@ def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path) -> None:
     script.write_text(
         "import os\n" + source.replace("raise SystemExit(", "code = (") + f"    {end}\n"
     )
+    env = ONE_THREAD | forked
     done = subprocess.run(
-        [*command, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=ONE_THREAD,
+        [*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=env
     )
     assert done.returncode == 0, done.stderr
     went_on = [line for line in done.stdout.splitlines() if line.startswith("went on")]

@@ -74,7 +74,7 @@ def test_train_in_this_process(one_process: tuple[Path, str]) -> None:
 
 @pytest.mark.slow
 def test_torchrun_is_the_same_recipe(
-    recipe: Path, tmp_path: Path, one_process: tuple[Path, str]
+    recipe: Path, tmp_path: Path, one_process: tuple[Path, str], forked: dict[str, str]
 ) -> None:
     done = python(
         *(
@@ -88,6 +88,7 @@ def test_torchrun_is_the_same_recipe(
         ),
         *("--rdzv-endpoint", "127.0.0.1:0", "-m", "nanoray.train", "--config", str(recipe)),
         *("--out_dir", str(tmp_path), "--workers", "2"),
+        **forked,
     )
     assert done.returncode == 0, done.stderr
     assert list(losses(tmp_path).values()) == pytest.approx(
@@ -101,7 +102,7 @@ def test_torchrun_is_the_same_recipe(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_restart_of_torchrun_goes_on_in_the_same_run(
-    world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str]
+    world: int, recipe: Path, tmp_path: Path, one_process: tuple[Path, str], forked: dict[str, str]
 ) -> None:
     done = python(
         *("torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend", "c10d"),
@@ -117,6 +118,7 @@ def test_a_restart_of_torchrun_goes_on_in_the_same_run(
         ),
         *("--out_dir", str(tmp_path), "--checkpoint_every", "5", "--checkpoint_mode", "sync"),
         *("--faults", f"kill@rank={world - 1},step=13"),
+        **forked,
     )
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
