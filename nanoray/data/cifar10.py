@@ -71,11 +71,11 @@ def _real(config: Config) -> DatasetInfo:
     data = fetch(url, most_bytes=_MOST_BYTES)
     # Without the check, a proxy's error page would be unpacked.
     digest = hashlib.sha256(data).hexdigest()
-    if digest != SHA256 and url != URL:
-        raise DataError(
-            f"{copy} is not CIFAR-10's archive (sha256 {digest}); copy it again, or remove it"
-        )
     if digest != SHA256:
+        if url != URL:
+            raise DataError(
+                f"{copy} is not CIFAR-10's archive (sha256 {digest}); copy it again, or remove it"
+            )
         raise FetchFailed(f"these {len(data)} bytes are another file", got=digest)
     train, val = read_archive(data)
     return store_images("cifar10", f"{note}, from {url}", folder, train, val, digest)

@@ -221,6 +221,12 @@ def test_a_script_with_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "problem: extra.weight has no gradient" in out
 
 
+@pytest.mark.parametrize("flag", ["--tp=2", "--cp=2", "--dp_mode=zero1", "--replicas=2"])
+def test_a_flag_that_divides_the_work_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match="would be ignored: inspect shows the whole model"):
+        find_target("tiny", [flag])
+
+
 def test_a_model_beside_a_script_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(SCRIPT.replace("EXTRA", ""))

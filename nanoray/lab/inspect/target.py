@@ -36,19 +36,25 @@ from nanoray.script.settings import DEFAULTS, loaded_of
 from nanoray.script.task import ScriptTask
 
 PROG = "nanoray inspect"
-# Flags of a run that name another configuration than TARGET does, or belong to a dry run.
-NO_EFFECT = (
-    "--config",
-    "--preset",
-    "--resume",
-    "--dry_run",
-    "--quiet",
-    "--verbose",
-    "--topology",
-    "--memory_gb",
+NAMED_BY_TARGET = "TARGET names the configuration, and inspect starts nothing; drop it"
+WHOLE_MODEL = (
+    "inspect shows the whole model; drop it, or see what each rank has with "
+    "`python -m nanoray.launch --dry_run`"
 )
-# Flags that divide the work among ranks: what is shown is the whole model.
-DIVIDES = ("--dp_mode", "--replicas", *(f"--{axis.key}" for axis in AXES))
+# Flags of a run that have no effect here, and why
+NO_EFFECT = {
+    "--config": NAMED_BY_TARGET,
+    "--preset": NAMED_BY_TARGET,
+    "--resume": NAMED_BY_TARGET,
+    "--dry_run": NAMED_BY_TARGET,
+    "--quiet": NAMED_BY_TARGET,
+    "--verbose": NAMED_BY_TARGET,
+    "--topology": NAMED_BY_TARGET,
+    "--memory_gb": NAMED_BY_TARGET,
+    "--dp_mode": WHOLE_MODEL,
+    "--replicas": WHOLE_MODEL,
+    **{f"--{axis.key}": WHOLE_MODEL for axis in AXES},
+}
 
 
 @dataclass(frozen=True)
@@ -117,15 +123,7 @@ def _refuse_ignored(flags: list[str]) -> None:
     for flag in flags:
         name = flag.partition("=")[0]
         if name in NO_EFFECT:
-            raise ConfigError(
-                f"{name} would be ignored: TARGET names the configuration, and inspect starts "
-                "nothing; drop it"
-            )
-        if name in DIVIDES:
-            raise ConfigError(
-                f"{name} would be ignored: inspect shows the whole model; drop it, or see what each "
-                "rank has with `python -m nanoray.launch --dry_run`"
-            )
+            raise ConfigError(f"{name} would be ignored: {NO_EFFECT[name]}")
 
 
 def _of_run(path: Path, config: Config) -> InspectTarget:
