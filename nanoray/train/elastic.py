@@ -54,7 +54,7 @@ from nanoray.train.out_of_memory import (
     shortage_of,
     update_is_done_in_part,
 )
-from nanoray.train.tasks import Task, task_of
+from nanoray.train.tasks import Task
 
 log = logging.getLogger("nanoray.rank")
 # Takes the error; returns once the lost rank has been replaced
@@ -345,20 +345,18 @@ def warning_of_strays(group: TrainingGroup) -> str:
     )
 
 
-def rehearse(spec: RunSpec) -> None:
+def rehearse(task: Task) -> None:
     """Run a rank's first operations once, on CPU, so that a spare starts without their delay.
 
     The first model, optimizer, process group and DDP wrapper of a process load code and take a
     second or two; the second ones take milliseconds. All of them are thrown away.
     """
     torch.set_num_threads(1)
-    if spec.config.model == "own":
-        return  # the user's script makes the model
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     # A function of its own: the wrapper must be gone before the group (see `apply_ddp`).
-    _take_two_steps(task_of(spec))
+    _take_two_steps(task)
     abandon_groups()
 
 

@@ -75,7 +75,8 @@ class Tuning:
         is_auto = spec.config.micro_batch_search
         if is_auto:
             may_differ, only = True, ("micro_batch",)
-            spec = with_config(spec, {"micro_batch_search": False})
+            config = spec.config.model_copy(update={"micro_batch_search": False})
+            spec = replace(spec, config=config)
 
         prepare_process(spec, rendezvous)
         mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
@@ -89,8 +90,8 @@ class Tuning:
         memory = USED * memory_of_rank(mesh)
         if is_auto:
             micro = {"micro_batch_size": safe_micro_batch(here, memory)}
-            spec = with_config(spec, micro)
             here = replace(here, config=here.config.model_copy(update=micro))
+            spec = replace(spec, config=spec.config.model_copy(update=micro))
 
         place = describe_place(mesh)
         say(f"tune   {here.layout} of {place}")
@@ -117,11 +118,6 @@ class Tuning:
             "device": str(mesh.device),
             "lines": lines,
         }
-
-
-def with_config(spec: RunSpec, values: dict[str, Any]) -> RunSpec:
-    """Return a spec whose configuration has these values."""
-    return replace(spec, config=spec.config.model_copy(update=values))
 
 
 def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TunedModel) -> TunedRun:

@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from nanoray.checkpoint.run_folder import RunSpec
@@ -153,30 +152,30 @@ class Trials:
         """Train a block of a choice on the ranks of this run. (all ranks)"""
         spec = replace(self.spec, config=config)
         earlier = self.samples.get(choice)
+
+        def on_new_arm(task: Task) -> BlockCost:
+            arm = LoopArm(spec, self.mesh, task)
+            if choice in self._staying:
+                self._open[choice] = arm
+            try:
+                # The first steps show how long they take.
+                first = arm.block(1)
+                steps = steps_in(block_s, first.step_s)
+                return arm.block(steps, settling=0)._replace(loss=first.loss)
+            finally:
+                if choice not in self._open:
+                    arm.close()
+
         try:
             if earlier and choice in self._open:
                 block = self._open[choice].block(steps_in(block_s, earlier[-1].step_s))
             else:
-                block = self.subject.open(spec, partial(self._train, choice, spec, block_s))
+                block = self.subject.open(spec, on_new_arm)
         finally:
             free_memory(self.mesh.device)
         # Beside other arms its memory contains theirs, and later losses are those of other steps.
         first = earlier[0] if earlier else block
         return Trial(self.turn, block.step_s, first.peak_bytes, first.loss)
-
-    def _train(self, choice: Choice, spec: RunSpec, block_s: float, task: Task) -> BlockCost:
-        """Train a block on an arm that is made for it. (all ranks)"""
-        arm = LoopArm(spec, self.mesh, task)
-        if choice in self._staying:
-            self._open[choice] = arm
-        try:
-            # The first steps show how long they take.
-            first = arm.block(1)
-            steps = steps_in(block_s, first.step_s)
-            return arm.block(steps, settling=0)._replace(loss=first.loss)
-        finally:
-            if choice not in self._open:
-                arm.close()
 
     def _require_time(self) -> None:
         """Raise SearchEnded where the budget is spent, or any rank shall stop. (all ranks)"""

@@ -242,6 +242,8 @@ class ActorPool:
         given = explicit(self.spec.config.env)
         runtime_env = {"env_vars": given} if given else None
         remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
+        # A script makes its model itself, when it trains.
+        rehearse = rehearse and self.spec.config.model != "own"
         rehearsal = self.spec.to_dict() if rehearse else None
         record = None if slot is None else self.spec.progress(slot)
         return remote.options(

@@ -145,8 +145,9 @@ class Worker:
         gc.enable()
         if self._rehearsal:
             from nanoray.train.elastic import rehearse
+            from nanoray.train.tasks import task_of
 
-            rehearse(RunSpec.from_dict(self._rehearsal))
+            rehearse(task_of(RunSpec.from_dict(self._rehearsal)))
 
     def __repr__(self) -> str:
         role = "spare" if self._rank is None else f"rank {self._rank}"
