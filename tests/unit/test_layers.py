@@ -173,10 +173,11 @@ def test_only_launch_and_bench_import_ray() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "among_others"),
+    ("command", "heavy", "among_others"),
     [
         (
             "launch.__main__",
+            {"torch"},
             {
                 "launch.recovery.driver",
                 "launch.recovery.worker_group",
@@ -185,12 +186,17 @@ def test_only_launch_and_bench_import_ray() -> None:
             },
         ),
         (
-            "launch.program.__main__",
+            "launch.program.on_ray",
+            {"torch"},
             {"launch.program.observed", "observe.trace.comm_log", "observe.trace.costs"},
         ),
+        # Its fork server imports torch while it imports Ray.
+        ("launch.program.__main__", {"torch", "ray"}, {"launch.program.forked"}),
     ],
 )
-def test_the_driver_starts_without_torch(command: str, among_others: set[str]) -> None:
+def test_the_driver_starts_without_torch(
+    command: str, heavy: set[str], among_others: set[str]
+) -> None:
     """Whatever the driver imports when it starts, directly or not: none of it may import torch at
     its top.
     """
@@ -198,10 +204,8 @@ def test_the_driver_starts_without_torch(command: str, among_others: set[str]) -
     while todo:
         module = todo.pop()
         seen.add(module)
-        heavy = {n for n in imported(MODULES[module], top_only=True) if n.split(".")[0] == "torch"}
-        assert not heavy, (
-            f"{module} imports {heavy} at its top: the driver would start seconds later"
-        )
+        found = {n for n in imported(MODULES[module], top_only=True) if n.split(".")[0] in heavy}
+        assert not found, f"{module} imports {found} at its top: ranks would start later"
         todo |= own_modules(MODULES[module], top_only=True) - seen
     assert among_others <= seen
 

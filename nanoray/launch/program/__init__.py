@@ -1,11 +1,12 @@
 """`nanoray run`: any program as ranks on Ray, with what torchrun would give it.
 
-    __main__.py   the command: flags, the cluster, a folder
+    __main__.py   the command: its flags, and a process that imports torch meanwhile
+    on_ray.py     devices, a folder, and everything given back
     driver.py     start all ranks, watch them, name the first cause, start all again
     rank.py       the Ray actor of one rank: it owns the program's process
-    standby.py    that process: torch is imported before the program is known
+    forked.py     that process is forked where torch is imported already, by fork_server.py
     traced.py     with --trace, in that process: notes every collective; counts.py: a file that survives it
-    observed.py   memory, GPUs and notes on their way to the records; who is behind in a hang
+    rank_observer.py, observed.py   memory, GPUs and notes on their way to the records; who is behind in a hang
     files.py      what was run, and how it ended
 
 These files know ranks, processes and exit codes, and nothing of steps, checkpoints or states.

@@ -37,6 +37,7 @@ from nanoray.faults.cause import (
 from nanoray.launch.caller import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
 from nanoray.launch.program.folder import ProgramFolder, digest
+from nanoray.launch.program.forked import ForkServer
 from nanoray.launch.program.observed import RunObserver, explain_wait
 from nanoray.launch.program.rank import CONCURRENCY, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
@@ -48,6 +49,7 @@ from nanoray.machine.text import clock
 
 POLL_S = 0.1
 HEAD_START_S = 10.0  # at most, of rank 0 before the others
+NEVER_S = 1e9  # a program begins, or its rank is lost
 TICK_S = 0.25  # the longest wait for news of the ranks: a stop is noticed in between
 MOVES_S = 15.0  # between two looks whether the ranks move: each reads all of /proc
 # Of one core: more than a rank uses that only waits, though some of its threads look around at times
@@ -121,8 +123,12 @@ class StopRequestedNow(Exception):
 class ProgramDriver:
     """Runs a program as ranks, again and again, until it ends or must not be tried again."""
 
-    def __init__(self, program: RankProgram, place: Placement, stop: Stop) -> None:
+    def __init__(
+        self, program: RankProgram, place: Placement, stop: Stop, server: ForkServer | None = None
+    ) -> None:
+        """server: for ranks on this machine, until all of them are connected."""
         self.program = program
+        self._server = server
         self.place = place
         self.stop = stop
         self.actors: list[Any] = []
@@ -130,7 +136,8 @@ class ProgramDriver:
         self.failures: list[Failure] = []
         self.observer = RunObserver(program.folder, bool(program.trace_every))
         # What is awaited -> its rank
-        self._ends: dict[Any, int] = {}  # of programs
+        self._begins: dict[Any, int] = {}  # of programs
+        self._ends: dict[Any, int] = {}
         self._outputs: dict[Any, int] = {}
         self._offsets: list[int] = []  # what has been read of each rank's output
         self._texts: list[bytes] = []  # its newest part
@@ -198,8 +205,14 @@ class ProgramDriver:
             }
             actor = remote.options(**options)
             log = str(self.program.log(rank))
-            self.actors.append(actor.remote(log, threads, warm, self.program.variables))
+            shared = self._server.shared if self._server else None
+            self.actors.append(actor.remote(log, threads, warm, self.program.variables, shared))
         self._describe(script)
+        if self._server:
+            self._server.hide()
+            if not any(facts["shares_server"] for facts in self.facts):
+                self._server.close()
+                self._server = None
         self._send_folder()
         self._offsets = [facts["printed"] for facts in self.facts]
         self._texts = [b""] * len(self.actors)
@@ -308,9 +321,12 @@ class ProgramDriver:
                 # too early sleep for half a second. Ray runs the two methods in any order.
                 self._wait_for(starts)
                 self._wait_for([actor.wait_for_begin.remote(HEAD_START_S)])
-        pids = ray.get(starts, timeout=START_TIMEOUT_S)
-        for facts, pid in zip(self.facts, pids, strict=True):
-            facts["pid"] = pid
+        ray.get(starts, timeout=START_TIMEOUT_S)
+        for facts in self.facts:
+            facts.pop("pid", None)  # of the attempt before
+        self._begins = {
+            actor.wait_for_begin.remote(NEVER_S): rank for rank, actor in enumerate(self.actors)
+        }
         self._ends = {actor.wait_for_end.remote(): rank for rank, actor in enumerate(self.actors)}
         self._outputs = {}
         for rank in range(len(self.actors)):
@@ -394,18 +410,22 @@ class ProgramDriver:
 
         It waits at most `wait_s`. Raises RayError where a rank is lost.
         """
-        awaited = [*self._ends, *self._outputs]
+        awaited = [*self._begins, *self._ends, *self._outputs]
         ray.wait(awaited, timeout=wait_s)  # for the first one
         ready, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
         ended = []
         for ref in ready:
-            answer: dict[str, Any] = ray.get(ref)
+            answer: Any = ray.get(ref)
+            if ref in self._begins:
+                self.facts[self._begins.pop(ref)]["pid"] = answer
+                continue
             if ref in self._outputs:
                 rank = self._outputs.pop(ref)
                 self._take(rank, answer)
                 self._await_output(rank)
                 continue
             rank = self._ends.pop(ref)
+            self.facts[rank]["pid"] = answer["pid"]
             # All that it has printed comes before its end.
             while self._offsets[rank] < answer["size"]:
                 self._take(rank, ray.get(self._read(rank)))

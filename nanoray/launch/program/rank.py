@@ -5,15 +5,11 @@ The output of the process goes to a file of the run's folder, from which the dri
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
-import threading
+import socket
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,26 +20,25 @@ from nanoray.faults.exit_record import oom_kills
 from nanoray.launch.devices import bound_devices
 from nanoray.launch.program.counts import Counts
 from nanoray.launch.program.folder import digest, unpack
-from nanoray.launch.program.observed import RankObserver
+from nanoray.launch.program.forked import (
+    CLOSE_S,
+    MODULES,
+    ForkedProgram,
+    ForkServer,
+    Shared,
+    import_settings,
+    program_variables,
+)
+from nanoray.launch.program.rank_observer import RankObserver
 from nanoray.machine.interfaces import free_port, interface_for_gloo
 from nanoray.machine.proc import session_members
 
-STANDBY = Path(__file__).with_name("standby.py")
-# What a program of torch imports before it is known
-MODULES = ("torch.distributed", "torch.utils.data")
-# What DDP, FSDP and optimizers import when they are first used: as long as torch itself. Only for a
-# restart, since a program that uses none of them should not begin later.
-LATER_MODULES = ("torch._dynamo",)
-# A standby imports torch, which takes a core for seconds: not while the program itself starts.
-STANDBY_AFTER_S = 10.0
 MOST_BYTES = 1 << 20  # of output in one answer
 TAIL_BYTES = 1 << 16  # of output that is not shown, enough for a traceback
 OUTPUT_S = 0.25  # between two answers with output, which a person reads
-# Ray's group of the methods that wait, and how many do at a time: for the end, and for output
+# Ray's group of the methods that wait, and how many do at a time: for begin, end and output
 WAIT = "wait"
-CONCURRENCY = {WAIT: 2}
-# Of Ray's for its own workers: a debugger that waits for `ray debug`
-OF_RAY = ("PYTHONBREAKPOINT", "SPT_NOENV")
+CONCURRENCY = {WAIT: 3}
 
 
 class ProgramRank:
@@ -54,27 +49,43 @@ class ProgramRank:
     """
 
     def __init__(
-        self, log: str, threads: int, warm: bool, variables: dict[str, str] | None = None
+        self,
+        log: str,
+        threads: int,
+        warm: bool,
+        variables: dict[str, str] | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """log: the file of the output. threads: of OpenMP, unless the program sets another number.
 
         warm: the program is Python, and torch is imported before it starts. variables: that the user
-        gives, also for that import.
+        gives, also for that import. shared: a server of the driver's, for ranks on its machine.
         """
+        self._variables = program_variables(threads, variables or {})
         self._log = Path(log)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._printed = self._log.stat().st_size if self._log.exists() else 0  # before this actor
-        self._threads = threads
+        self._server: ForkServer | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._shares_server = self._connect(shared, warm)
+        self._program: ForkedProgram | None = None
         self._warm = warm
-        self._variables = variables or {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reaper: subprocess.Popen[bytes] | None = None
-        self._end: Future[tuple[int, float]] = Future()  # of the program: exit code, when
         self._ooms = 0
         self._answered = 0.0  # when output was last sent, in monotonic seconds
         self._devices = bound_devices(ray)
         self._observer = RankObserver(self._log)
-        self._standby: subprocess.Popen[bytes] | None = self._new_standby(MODULES)
+
+    def _connect(self, shared: Shared | None, warm: bool) -> bool:
+        """Connect to the driver's server, if it is as one of this rank's would be; else to its own."""
+        if shared and shared.settings == import_settings(self._variables):
+            with suppress(OSError):
+                self._connection.connect(shared.address)
+                return True
+        with self._log.open("ab") as log:
+            self._server = ForkServer(MODULES if warm else (), self._variables, log.fileno())
+        self._connection.connect(self._server.shared.address)
+        self._server.hide()
+        return False
 
     def describe(self, folder: str, marker: str, script: str) -> dict[str, Any]:
         """Return this actor's node, address and devices, and what it sees of the driver's files.
@@ -95,6 +106,7 @@ class ProgramRank:
             "shares_run": Path(marker).exists(),
             "printed": self._printed,
             "sees": Path(script).exists() if script else True,
+            "shares_server": self._shares_server,
         }
 
     def digest(self, folder: str, files: list[str]) -> str:
@@ -109,58 +121,46 @@ class ProgramRank:
         """Return a port of this node that nothing listens on."""
         return free_port("")
 
-    def start(self, order: dict[str, Any], variables: dict[str, str]) -> int:
-        """Start the program and return its pid.
+    def start(self, order: dict[str, Any], variables: dict[str, str]) -> None:
+        """Start the program; what the one before has left is ended.
 
-        order: see standby.py. variables: besides this process' own.
+        order: kind, words, folder and trace; see fork_server.py. variables: besides the rank's own.
         """
-        self.end_group()  # what the program before has left
-        process = self._standby or self._new_standby(MODULES)
-        self._standby = None
         self._observer.begin()
-        line = json.dumps(order | {"variables": self._own_variables() | variables})
-        assert process.stdin
-        process.stdin.write(line.encode() + b"\n")
-        process.stdin.flush()
-        self._process = process
-        self._reaper = reaper_of(process.pid)
-        self._end = Future()
         self._ooms = oom_kills()
-        threading.Thread(target=self._wait_for, args=(process, self._end), daemon=True).start()
-        return process.pid
+        order = order | {"variables": self._variables | variables}
+        self._program = ForkedProgram(self._connection, order, self._log)
 
     @ray.method(concurrency_group=WAIT)
-    def wait_for_begin(self, patience_s: float) -> None:
-        """Return when the program begins, which is when its process has imported torch, or is late."""
-        assert self._process
-        assert self._process.stdin
-        poll = select.poll()
-        # The process closes its stdin then. That a pipe has no reader is reported without being asked for.
-        poll.register(self._process.stdin, 0)
-        poll.poll(1e3 * patience_s)
+    def wait_for_begin(self, patience_s: float) -> int:
+        """Return the program's pid when it begins, which is when torch is imported; 0: it is late."""
+        assert self._program
+        wait([self._program.begun], patience_s)
+        return self._program.pid
 
     @ray.method(concurrency_group=WAIT)
     def wait_for_end(self) -> dict[str, Any]:
-        """Return, when the program has ended: its exit code, when that was, and the size of its output.
+        """Return, when the program has ended: its exit code, when that was, its output's size, its pid.
 
-        oom: whether the kernel has ended it for want of memory. A program that runs for a while gets
-        a standby beside it.
+        oom: whether the kernel has ended it for want of memory.
         """
-        if not wait([self._end], STANDBY_AFTER_S).done:
-            self._standby = self._new_standby(MODULES + LATER_MODULES)
-        code, at = self._end.result()
+        assert self._program
+        code, at = self._program.end.result()
         oom = code == -signal.SIGKILL and oom_kills() > self._ooms
-        return {"code": code, "at": at, "oom": oom, "size": self._log.stat().st_size}
+        size = self._log.stat().st_size
+        return {"code": code, "at": at, "oom": oom, "size": size, "pid": self._program.pid}
 
     @ray.method(concurrency_group=WAIT)
     def wait_for_output(self, offset: int) -> dict[str, Any]:
         """Return the output from `offset` on, when there is some, or the program has ended."""
+        assert self._program
+        end = self._program.end
         ended = False
         while not ended:
             left_s = self._answered + OUTPUT_S - time.monotonic()
             if left_s <= 0 and self._log.stat().st_size > offset:
                 break
-            ended = bool(wait([self._end], left_s if left_s > 0 else OUTPUT_S).done)
+            ended = bool(wait([end], left_s if left_s > 0 else OUTPUT_S).done)
         self._answered = time.monotonic()
         return self.read(offset)
 
@@ -179,15 +179,14 @@ class ProgramRank:
 
     def movement(self) -> dict[str, Any]:
         """Return what shows whether the program moves: see the driver's Movement."""
-        cpu = sum(session_members(self._process.pid).values()) if self._process else 0.0
+        cpu = sum(self._members().values())
         counts = self._observer.counts()
         size = self._log.stat().st_size
         return {"output": size, "cpu": cpu, "ended": counts.ended, "waits": counts.waits}
 
     def observe(self, offset: int) -> dict[str, Any]:
         """Return the program's memory and GPUs, and the notes of its collectives from `offset` on."""
-        members = session_members(self._process.pid) if self._process else {}
-        return self._observer.observe(members, self._devices, offset)
+        return self._observer.observe(self._members(), self._devices, offset)
 
     def counts(self) -> Counts:
         """Return the collectives that the program has begun and ended."""
@@ -197,65 +196,33 @@ class ProgramRank:
         """Return the clock in which this node's programs note moments."""
         return time.perf_counter()
 
+    def _members(self) -> dict[int, float]:
+        """Return the processes of the program, and the CPU time of each in seconds."""
+        pid = self._program.pid if self._program else 0
+        return session_members(pid) if pid else {}
+
     def stop(self, signum: int) -> None:
         """Send a signal to the program and all that it has started."""
-        if self._process:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signum)
+        if self._program:
+            self._program.send_signal(signum)
 
     def show_stacks(self) -> None:
         """Let the program write the stacks of its threads into its output."""
-        if self._process and not self._end.done() and self._warm:
+        program = self._program
+        if program and program.pid and not program.end.done() and self._warm:
             with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGUSR2)
+                os.kill(program.pid, signal.SIGUSR2)
 
     def close(self) -> None:
         """End whatever is left of this rank's processes."""
-        self.end_group()
-        if self._standby:
-            self._standby.kill()
-
-    def end_group(self) -> None:
-        """End what is left of the program, and of all that it has started."""
         self.stop(signal.SIGKILL)
-        if self._reaper:
-            self._reaper.communicate()
-            self._reaper = None
-
-    def _own_variables(self) -> dict[str, str]:
-        """Return this process' variables, without those of Ray's for its own workers."""
-        own = {
-            k: v
-            for k, v in os.environ.items()
-            if k == "RAY_ADDRESS" or not k.startswith(("RAY_", *OF_RAY))
-        }
-        # Ray sets a number of threads of its own. Progress bars must not wait in a buffer.
-        own |= {"OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
-        return own | self._variables
-
-    def _new_standby(self, modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(STANDBY), *(modules if self._warm else ())]
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._own_variables(),  # OpenMP reads its own when torch is imported
-                start_new_session=True,
-            )
-
-    @staticmethod
-    def _wait_for(process: subprocess.Popen[bytes], end: Future[tuple[int, float]]) -> None:
-        """Note when a program has ended. (in a thread)"""
-        end.set_result((process.wait(), time.time()))
-
-
-def reaper_of(group: int) -> subprocess.Popen[bytes]:
-    """Start a process that ends a process group when its stdin is closed, or this process is gone.
-
-    The kernel ends the program itself with its actor, but not what the program has started: the
-    script of a shell, or the workers of a DataLoader.
-    """
-    command = ["sh", "-c", 'read -r _; kill -9 "-$0" 2>&-', str(group)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+            if self._program:
+                self._program.join()
+            # Its keeper ends when it has ended what the program has left.
+            self._connection.settimeout(CLOSE_S)
+            while self._connection.recv(1):
+                pass
+        if self._server:
+            self._server.close()

@@ -1,0 +1,217 @@
+"""Forks the programs of ranks from a process that has imported torch.
+
+    import modules ─► for each connection: fork ─► a rank's keeper ─► for each order: fork ─► the program
+                                                        │
+                                                        └─► its pid and its end, back to the rank's actor
+
+A program thus begins as soon as its rank does, and a restart takes the time of the program alone. The
+server is started as a file, with the socket on which it listens as stdin, so that a program finds
+nothing of nanoray in it but what --trace needs. Neither a server nor a keeper computes or has threads
+when it forks. A keeper ends its program, and all that the program has started, when its connection
+closes: then the rank's actor is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# What DDP, FSDP and optimizers import when they are first used: as long as torch itself. Only for a
+# restart, since a program that uses none of them should not begin later.
+LATER_MODULES = ("torch._dynamo",)
+# It takes a core for seconds: not while the program itself starts.
+LATER_AFTER_S = 10.0
+MOST_BYTES = 1 << 16  # of an order, at a time
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Import the modules of the command line, and fork a keeper for each connection."""
+    home = socket.socket(fileno=os.dup(0))
+
+    def leave(*_: object) -> None:
+        shutil.rmtree(os.path.dirname(home.getsockname()), ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    end_with_parent(signal.SIGTERM)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # no program waits for a keyboard that no rank has
+    os.close(nothing)
+    import_all(sys.argv[1:])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # how a keeper ends is of no interest
+    while True:
+        connection, _ = home.accept()
+        if not os.fork():
+            home.close()
+            keep(connection)
+            return
+        connection.close()
+
+
+def import_all(modules: tuple[str, ...] | list[str]) -> None:
+    """Import modules, without collecting garbage among what stays anyway, a tenth of the time."""
+    gc.disable()
+    for module in modules:
+        with suppress(ImportError):  # the program may need no torch
+            importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+
+
+def keep(connection: socket.socket) -> None:
+    """Run the programs of one rank, one after the other. It returns in a program that has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with open(os.devnull, "wb") as nothing:  # what the server prints is none of its
+        for stream in (1, 2):
+            os.dup2(nothing.fileno(), stream)
+    program, waits = 0, threading.Thread()
+    while True:
+        try:
+            order, output = receive(connection)
+        except TimeoutError:
+            connection.settimeout(None)
+            import_all(LATER_MODULES)
+            continue
+        if program:  # and what it has left
+            with suppress(ProcessLookupError):
+                os.killpg(program, signal.SIGKILL)
+            waits.join()
+            os.waitpid(program, 0)
+        if order is None:
+            os._exit(0)
+        program = os.fork()
+        if not program:
+            become(order, output, connection)
+            return
+        os.close(output)
+        waits = threading.Thread(target=report_end, args=(program, connection), daemon=True)
+        waits.start()
+        connection.settimeout(LATER_AFTER_S if order["kind"] != "command" else None)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, int]:
+    """Return an order, and the file for the program's output; None when the rank's actor is gone."""
+    try:
+        data, files, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+        while data and not data.endswith(b"\n"):
+            data += connection.recv(MOST_BYTES)
+    except ConnectionError:
+        data = b""
+    return (json.loads(data), files[0]) if data else (None, -1)
+
+
+def report_end(program: int, connection: socket.socket) -> None:
+    """Wait for a program, and say how and when it has ended. (in a thread)"""
+    # It stays a zombie until all that it has started is ended, so that its pid is no other's.
+    end = os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
+    at = time.time()
+    if end is not None:
+        code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        with suppress(OSError):
+            connection.sendall(json.dumps({"code": code, "at": at}).encode() + b"\n")
+
+
+def become(order: dict[str, Any], output: int, connection: socket.socket) -> None:
+    """Be the program of an order. (in a fork)"""
+    os.setsid()
+    end_with_parent(signal.SIGKILL)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    # As a process that the rank's actor had started
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, order["files"])
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, order["niceness"])
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(order["oom_score_adj"])
+    os.environ.clear()
+    os.environ.update(order["variables"])
+    os.chdir(order["folder"])
+    os.environ["PWD"] = os.getcwd()  # that of a shell, which some programs read
+    # Ray blocks and ignores Ctrl-C in what it starts; a program that sends it to itself gets it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    if "numpy.random" in sys.modules:  # its numbers must not be those of the other ranks
+        sys.modules["numpy.random"].seed()
+    connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+    connection.close()
+
+    words: list[str] = order["words"]
+    if order["kind"] == "command":
+        os.execvp(words[0], words)
+    # The stacks of all threads, on stderr, when the driver finds that no rank moves.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    sys.argv = words
+    sys.excepthook = show_error
+    if order["trace"]:
+        start_trace(order["trace"])
+    if order["kind"] == "module":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        run_script(words[0])
+
+
+def start_trace(order: list[Any]) -> None:
+    """Note the program's collectives: traced.py, which is below this file's package."""
+    package = str(Path(__file__).parents[3])
+    sys.path.append(package)
+    try:
+        from nanoray.launch.program.traced import trace
+    except ImportError as error:
+        print(f"trace    nothing is traced: {error}", file=sys.stderr)
+    else:
+        trace(*order)
+    sys.path.remove(package)
+
+
+def show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Show an error of the program as Python does, without the frames of this file."""
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def end_with_parent(signum: int) -> None:
+    """Let the kernel send this process a signal when the one that has started it is gone."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it has ended meanwhile
+        raise SystemExit(1)
+
+
+def run_script(path: str) -> None:
+    """Run a file as Python would: its folder is sys.path[0], and the module is __main__ to the end."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=__builtins__, __spec__=None)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        # Annotations stay what they are in the script, whatever this file imports from __future__.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+if __name__ == "__main__":
+    main()
