@@ -51,7 +51,10 @@ def dangerous_in(tree: ast.AST) -> Iterator[str]:
 
 
 # A rank runs the text of the user's script: sent through Ray beside the function, or read from its file.
-RUN_THE_SCRIPT = ("nanoray/launch/recovery/pickled_script.py", "nanoray/launch/program/fork_server.py")
+RUN_THE_SCRIPT = (
+    "nanoray/launch/recovery/pickled_script.py",
+    "nanoray/launch/program/fork_server.py",
+)
 
 
 def test_nothing_is_read_that_could_run() -> None:
