@@ -35,8 +35,10 @@ from typing import Any
 # What DDP, FSDP and optimizers import when they are first used: as long as torch itself. Only for a
 # restart, since a program that uses none of them should not begin later.
 LATER_MODULES = ("torch._dynamo",)
-# It takes a core for seconds: not while the program itself starts.
+# It takes a core for seconds: not while the program itself starts, and with a tenth of its share
+# where the program leaves no core free.
 LATER_AFTER_S = 10.0
+LATER_NICENESS = 10
 MOST_BYTES = 1 << 16  # of an order, at a time
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -88,7 +90,10 @@ def keep(connection: socket.socket) -> None:
             order, output = receive(connection)
         except TimeoutError:
             connection.settimeout(None)
-            import_all(LATER_MODULES)
+            # In a thread, which has a niceness of its own: the programs' would be theirs for ever.
+            later = threading.Thread(target=import_later)
+            later.start()
+            later.join()
             continue
         if program:  # and what it has left
             with suppress(ProcessLookupError):
@@ -105,6 +110,12 @@ def keep(connection: socket.socket) -> None:
         waits = threading.Thread(target=report_end, args=(program, connection), daemon=True)
         waits.start()
         connection.settimeout(LATER_AFTER_S if order["kind"] != "command" else None)
+
+
+def import_later() -> None:
+    """Import what a restart needs soon, beside the program that runs. (in a thread)"""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LATER_NICENESS)
+    import_all(LATER_MODULES)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, int]:

@@ -86,7 +86,7 @@ class ForkServer:
 def import_settings(variables: Mapping[str, str]) -> list[Any]:
     """Return what a program's imports, and the limits that it runs in, depend on. Linux only."""
     return [
-        sys.executable,
+        [sys.version, os.path.realpath(sys.prefix)],
         sorted(os.sched_getaffinity(0)),
         Path("/proc/self/cgroup").read_text(),
         [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "pid", "net", "ipc")],

@@ -1,0 +1,143 @@
+"""Programs that are forked from a server: their surroundings, their ends, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoray.launch.program.forked import (
+    ForkedProgram,
+    ForkServer,
+    import_settings,
+    program_variables,
+)
+from tests.harness.commands import wait_for
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(["numpy.random"], program_variables(1, {"GIVEN": "to all"}))
+    yield server
+    server.close()
+
+
+def connect(server: ForkServer) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(server.shared.address)
+    return connection
+
+
+def run(connection: socket.socket, folder: Path, text: str, name: str = "script") -> ForkedProgram:
+    script = folder / f"{name}.py"
+    script.write_text(text)
+    order = {
+        "kind": "script",
+        "words": [str(script), "--flag"],
+        "folder": str(folder),
+        "trace": [],
+        "variables": program_variables(1, {"GIVEN": "to one"}),
+    }
+    return ForkedProgram(connection, order, folder / f"{name}.log")
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs, and is no zombie."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: Path) -> None:
+    show = (
+        "import os, sys\n"
+        "import numpy, random\n"
+        "print(sys.argv[1:], __name__, os.getcwd(), os.environ['GIVEN'], repr(sys.stdin.read()))\n"
+        "print(os.getpid() == os.getsid(0) == os.getpgid(0), 'nanoray' in sys.modules)\n"
+        "print(numpy.random.random(), random.random())\n"
+        "sys.exit(int(os.environ.get('CODE', 3)))\n"
+    )
+    with connect(server) as one, connect(server) as other:
+        programs = [run(one, tmp_path, show, "a"), run(other, tmp_path, show, "b")]
+        assert [p.end.result(PATIENCE_S)[0] for p in programs] == [3, 3]
+        # The same rank once more, as after a failure
+        assert run(one, tmp_path, show, "c").end.result(PATIENCE_S)[0] == 3
+    outputs = [(tmp_path / f"{name}.log").read_text().splitlines() for name in "abc"]
+    for output in outputs:
+        assert output[0] == f"['--flag'] __main__ {tmp_path} to one ''"
+        assert output[1] == "True False"
+    # Random numbers without a seed are none that another process has.
+    numbers = [number for output in outputs for number in output[2].split()]
+    assert len(set(numbers)) == 6
+
+
+def test_a_signal_and_an_error_are_the_programs_own(server: ForkServer, tmp_path: Path) -> None:
+    with connect(server) as connection:
+        # Before it has begun, and afterwards
+        early = run(connection, tmp_path, "import time; time.sleep(1000)\n")
+        early.send_signal(signal.SIGTERM)
+        assert early.end.result(PATIENCE_S)[0] == -signal.SIGTERM
+        late = run(connection, tmp_path, "import time; time.sleep(1000)\n")
+        assert late.begun.result(PATIENCE_S)
+        late.send_signal(signal.SIGKILL)
+        assert late.end.result(PATIENCE_S)[0] == -signal.SIGKILL
+        wrong = run(connection, tmp_path, "def f():\n    1 / 0\nf()\n", "wrong")
+        assert wrong.end.result(PATIENCE_S)[0] == 1
+    error = (tmp_path / "wrong.log").read_text()
+    assert error.startswith("Traceback (most recent call last):\n  File ")
+    assert "fork_server.py" not in error
+    assert error.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_all_that_a_program_has_started_ends_with_its_rank(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    start = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(1000 if sys.argv[0].endswith('runs.py') else 0)\n"
+    )
+    for name in ("runs", "ended"):
+        with connect(server) as connection:
+            program = run(connection, tmp_path, start, name)
+            log = tmp_path / f"{name}.log"
+            wait_for(lambda log=log: log.exists() and log.read_text().endswith("\n"))
+            child = int(log.read_text())
+            if name == "ended":
+                assert program.end.result(PATIENCE_S)[0] == 0
+            assert is_alive(child)
+            connection.shutdown(socket.SHUT_RDWR)  # as if its actor were gone
+        wait_for(lambda child=child: not is_alive(child))
+        wait_for(lambda program=program: not is_alive(program.pid))
+
+
+def test_a_server_leaves_nothing(tmp_path: Path) -> None:
+    """Also where the process that has started it is killed."""
+    pid = os.fork()
+    if not pid:
+        server = ForkServer(["numpy.random"], program_variables(1, {}))
+        (tmp_path / "address").write_text(f"{server._process.pid} {server.shared.address}\n")
+        signal.pause()
+    path = tmp_path / "address"
+    wait_for(lambda: path.exists() and path.read_text().endswith("\n"))
+    server_pid, address = path.read_text().split()
+    assert Path(address).parent.stat().st_mode & 0o777 == 0o700
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_for(lambda: not is_alive(int(server_pid)))
+    assert not Path(address).parent.exists()
+
+
+def test_a_server_is_shared_only_where_imports_would_be_the_same() -> None:
+    here = import_settings(program_variables(1, {}))
+    assert import_settings(program_variables(1, {"CUDA_VISIBLE_DEVICES": "3", "RANK": "1"})) == here
+    assert import_settings(program_variables(2, {})) != here  # threads of OpenMP
+    assert import_settings(program_variables(1, {"PYTHONPATH": "/other"})) != here
