@@ -330,14 +330,14 @@ class TrainingProcess:
             return None
 
         # A pid may be in use again, by a process of another program
-        (_, parent, _, session, *_) = stat
-        starter = self.child.process.pid
-        roots = {str(starter)}
+        sessions = {str(self.child.process.pid)}
         if self.head:
-            roots.add(str(self.head.process.pid))
-        # Torchrun and the actors of `nanoray run` give each rank a session.
-        above = stat_of(int(parent))
-        if session not in roots and parent != str(starter) and (not above or above[3] not in roots):
+            sessions.add(str(self.head.process.pid))
+        # Torchrun gives each rank a session, and so do the fork servers of `nanoray run`.
+        above = stat
+        while above and above[3] not in sessions:
+            above = stat_of(int(above[1]))  # its parent
+        if not above:
             return None
         self._seen[pid] = stat[19]
         return pid

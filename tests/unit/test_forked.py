@@ -96,8 +96,9 @@ def test_a_signal_and_an_error_are_the_programs_own(server: ForkServer, tmp_path
     assert error.endswith("ZeroDivisionError: division by zero\n")
 
 
+@pytest.mark.parametrize("name", ["runs", "ended"])
 def test_all_that_a_program_has_started_ends_with_its_rank(
-    server: ForkServer, tmp_path: Path
+    server: ForkServer, tmp_path: Path, name: str
 ) -> None:
     start = (
         "import subprocess, sys, time\n"
@@ -105,18 +106,17 @@ def test_all_that_a_program_has_started_ends_with_its_rank(
         "print(child.pid, flush=True)\n"
         "time.sleep(1000 if sys.argv[0].endswith('runs.py') else 0)\n"
     )
-    for name in ("runs", "ended"):
-        with connect(server) as connection:
-            program = run(connection, tmp_path, start, name)
-            log = tmp_path / f"{name}.log"
-            wait_for(lambda log=log: log.exists() and log.read_text().endswith("\n"))
-            child = int(log.read_text())
-            if name == "ended":
-                assert program.end.result(PATIENCE_S)[0] == 0
-            assert is_alive(child)
-            connection.shutdown(socket.SHUT_RDWR)  # as if its actor were gone
-        wait_for(lambda child=child: not is_alive(child))
-        wait_for(lambda program=program: not is_alive(program.pid))
+    with connect(server) as connection:
+        program = run(connection, tmp_path, start, name)
+        log = tmp_path / f"{name}.log"
+        wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
+        child = int(log.read_text())
+        if name == "ended":
+            assert program.end.result(PATIENCE_S)[0] == 0
+        assert is_alive(child)
+        connection.shutdown(socket.SHUT_RDWR)  # as if its actor were gone
+    wait_for(lambda: not is_alive(child))
+    wait_for(lambda: not is_alive(program.pid))
 
 
 def test_a_server_leaves_nothing(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def import_all(modules: tuple[str, ...] | list[str]) -> None:
     """Import modules, without collecting garbage among what stays anyway, a tenth of the time."""
     gc.disable()
     for module in modules:
-        with suppress(ImportError):  # the program may need no torch
+        with suppress(Exception):  # the program may need no torch; else its own import says why
             importlib.import_module(module)
     gc.freeze()
     gc.enable()
@@ -84,36 +85,45 @@ def keep(connection: socket.socket) -> None:
     with open(os.devnull, "wb") as nothing:  # what the server prints is none of its
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)
-    program, waits = 0, threading.Thread()
+    program = 0
+    helpers: list[threading.Thread] = []  # none may run at a fork
     while True:
         try:
             order, output = receive(connection)
         except TimeoutError:
             connection.settimeout(None)
-            # In a thread, which has a niceness of its own: the programs' would be theirs for ever.
-            later = threading.Thread(target=import_later)
-            later.start()
-            later.join()
+            helpers.append(in_thread(import_later))
             continue
         if program:  # and what it has left
             with suppress(ProcessLookupError):
                 os.killpg(program, signal.SIGKILL)
-            waits.join()
-            os.waitpid(program, 0)
         if order is None:
             os._exit(0)
+        for helper in helpers:
+            helper.join()
+        if program:
+            os.waitpid(program, 0)
         program = os.fork()
         if not program:
             become(order, output, connection)
             return
         os.close(output)
-        waits = threading.Thread(target=report_end, args=(program, connection), daemon=True)
-        waits.start()
+        helpers = [in_thread(report_end, program, connection)]
         connection.settimeout(LATER_AFTER_S if order["kind"] != "command" else None)
 
 
+def in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
+    """Start a thread that does this."""
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
 def import_later() -> None:
-    """Import what a restart needs soon, beside the program that runs. (in a thread)"""
+    """Import what a restart needs soon, beside the program that runs. (in a thread)
+
+    A thread has a niceness of its own; that of a process would stay its programs' for ever.
+    """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LATER_NICENESS)
     import_all(LATER_MODULES)
 
