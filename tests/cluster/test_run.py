@@ -31,9 +31,14 @@ PRINTED = ("epoch", "end __main__", "loss", "finds")
 RUN = [sys.executable, "-m", "nanoray", "run", "--workers", "2", "--device", "cpu"]
 
 
-def run(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> tuple[int, str]:
-    command = [*RUN, "--ray_address", "local", "--out_dir", str(folder / "runs"), *flags, *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+def run(
+    folder: Path, *words: str, flags: tuple[str, ...] = (), cluster: Cluster | None = None
+) -> tuple[int, str]:
+    """Run a command on a cluster, or on a Ray of its own, which takes some seconds longer."""
+    where = ["--cpus_per_worker", "0.5"] if cluster else ["--ray_address", "local"]
+    command = [*RUN, *where, "--out_dir", str(folder / "runs"), *flags, *words]
+    env = os.environ | (cluster.env if cluster else {})
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -146,12 +151,12 @@ def test_the_commands_of_the_example_differ_in_their_first_words(
     ],
 )
 def test_the_rank_that_failed_first_is_named_and_all_start_again(
-    tmp_path: Path, fault: str, how: str
+    cluster: Cluster, tmp_path: Path, fault: str, how: str
 ) -> None:
     fault, _, traced = fault.partition(", ")
     flags = ("--hang_timeout", "15") if fault == "sleep" else ()  # a busy machine is slow
     flags += ("--trace",) if traced else ()
-    code, output = run(tmp_path, str(SCRIPT), "--fault", fault, flags=flags)
+    code, output = run(tmp_path, str(SCRIPT), "--fault", fault, flags=flags, cluster=cluster)
     assert code == 0, output
     (failure,) = failures(tmp_path)
     assert how in str(failure["title"])
@@ -169,9 +174,9 @@ def test_the_rank_that_failed_first_is_named_and_all_start_again(
     ],
 )
 def test_what_no_restart_can_cure_is_not_tried_again(
-    tmp_path: Path, words: tuple[str, ...], code: int, how: str
+    cluster: Cluster, tmp_path: Path, words: tuple[str, ...], code: int, how: str
 ) -> None:
-    ended, output = run(tmp_path, *words)
+    ended, output = run(tmp_path, *words, cluster=cluster)
     assert ended == code, output
     assert how in str(failures(tmp_path)[-1]["title"])
     assert "restart  " not in output
@@ -235,9 +240,12 @@ def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
             os.kill(int(path.read_text()), 0)
 
 
-def test_trace_sees_every_collective_of_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
+def test_trace_sees_every_collective_of_a_script_that_knows_nothing_of_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """Those of DDP's reducer, which are called from C++, of FSDP, of groups, and between two ranks."""
-    code, output = run(tmp_path, str(COLLECTIVES), flags=("--trace", "--trace_every", "1"))
+    flags = ("--trace", "--trace_every", "1")
+    code, output = run(tmp_path, str(COLLECTIVES), flags=flags, cluster=cluster)
     assert code == 0, output
     assert "end 0 6" in output  # the sums are what they were
     assert "trace    3 steps: " in output

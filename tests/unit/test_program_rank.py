@@ -75,8 +75,8 @@ def test_it_is_known_when_the_program_begins(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import pathlib, time; pathlib.Path('begun').touch(); time.sleep(1000)")
     order = {"kind": "script", "words": [str(script)], "folder": str(tmp_path), "trace": []}
-    pid = rank.start(order, dict(os.environ))
-    rank.wait_for_begin(60)
+    rank.start(order, dict(os.environ))
+    pid = rank.wait_for_begin(60)
     # The process has left its imports, and is at most some milliseconds from the script.
     assert os.readlink(f"/proc/{pid}/fd/0") == os.devnull
     wait_for((tmp_path / "begun").exists, 60)

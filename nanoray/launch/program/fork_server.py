@@ -97,12 +97,11 @@ def keep(connection: socket.socket) -> None:
         if program:  # and what it has left
             with suppress(ProcessLookupError):
                 os.killpg(program, signal.SIGKILL)
+            os.waitpid(program, 0)
         if order is None:
             os._exit(0)
         for helper in helpers:
             helper.join()
-        if program:
-            os.waitpid(program, 0)
         program = os.fork()
         if not program:
             become(order, output, connection)
@@ -141,13 +140,12 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, int]:
 
 def report_end(program: int, connection: socket.socket) -> None:
     """Wait for a program, and say how and when it has ended. (in a thread)"""
-    # It stays a zombie until all that it has started is ended, so that its pid is no other's.
-    end = os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
-    at = time.time()
-    if end is not None:
+    with suppress(OSError):  # the rank's actor is gone, and the program with it
+        # It stays a zombie until all that it has started is ended, so that its pid is no other's.
+        end = os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
+        assert end
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        with suppress(OSError):
-            connection.sendall(json.dumps({"code": code, "at": at}).encode() + b"\n")
+        connection.sendall(json.dumps({"code": code, "at": time.time()}).encode() + b"\n")
 
 
 def become(order: dict[str, Any], output: int, connection: socket.socket) -> None:

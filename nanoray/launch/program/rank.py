@@ -126,6 +126,9 @@ class ProgramRank:
 
         order: kind, words, folder and trace; see fork_server.py. variables: besides the rank's own.
         """
+        if self._program:  # which has ended, as a rule
+            self._program.send_signal(signal.SIGKILL)
+            self._program.join()
         self._observer.begin()
         self._ooms = oom_kills()
         order = order | {"variables": self._variables | variables}
