@@ -22,8 +22,10 @@ PATIENCE_S = 60
 
 
 @pytest.fixture
-def server() -> Iterator[ForkServer]:
-    server = ForkServer(["numpy.random"], program_variables(1, {"GIVEN": "to all"}))
+def server(tmp_path: Path) -> Iterator[ForkServer]:
+    (tmp_path / "early.py").write_text("import tempfile\ntempfile.gettempdir()\n")
+    variables = program_variables(1, {"GIVEN": "to all", "PYTHONPATH": str(tmp_path)})
+    server = ForkServer(["numpy.random", "early"], variables)
     yield server
     server.close()
 
@@ -42,7 +44,7 @@ def run(connection: socket.socket, folder: Path, text: str, name: str = "script"
         "words": [str(script), "--flag"],
         "folder": str(folder),
         "trace": [],
-        "variables": program_variables(1, {"GIVEN": "to one"}),
+        "variables": program_variables(1, {"GIVEN": "to one", "TMPDIR": str(folder)}),
     }
     return ForkedProgram(connection, order, folder / f"{name}.log")
 
@@ -62,6 +64,7 @@ def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: 
         "print(sys.argv[1:], __name__, os.getcwd(), os.environ['GIVEN'], repr(sys.stdin.read()))\n"
         "print(os.getpid() == os.getsid(0) == os.getpgid(0), 'nanoray' in sys.modules)\n"
         "print(numpy.random.random(), random.random())\n"
+        "import tempfile; print(tempfile.gettempdir())\n"
         "sys.exit(int(os.environ.get('CODE', 3)))\n"
     )
     with connect(server) as one, connect(server) as other:
@@ -73,6 +76,7 @@ def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: 
     for output in outputs:
         assert output[0] == f"['--flag'] __main__ {tmp_path} to one ''"
         assert output[1] == "True False"
+        assert output[3] == str(tmp_path)
     # Random numbers without a seed are none that another process has.
     numbers = [number for output in outputs for number in output[2].split()]
     assert len(set(numbers)) == 6

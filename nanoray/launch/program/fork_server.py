@@ -170,8 +170,11 @@ def become(order: dict[str, Any], output: int, connection: socket.socket) -> Non
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    if "numpy.random" in sys.modules:  # its numbers must not be those of the other ranks
+    # What modules keep from the server's time: random numbers, and the folder for temporary files
+    if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None
     connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
     connection.close()
 

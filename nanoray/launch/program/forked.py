@@ -36,8 +36,8 @@ MOST_RANKS = 256  # that may wait to be served
 OF_RAY = ("PYTHONBREAKPOINT", "SPT_NOENV")
 # Variables that Python, the loader of libraries, OpenMP and torch read when they begin
 READ_AT_IMPORT = (
-    *("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "NUMEXPR_"),
-    *("TORCH", "PYTORCH", "ATEN_"),
+    *("PYTHON", "LANG", "LC_", "TZ", "LD_", "MALLOC_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH", "PYTORCH", "ATEN_"),
 )
 
 
