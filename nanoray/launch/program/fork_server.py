@@ -174,7 +174,7 @@ def become(order: dict[str, Any], output: int, connection: socket.socket) -> Non
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "tempfile" in sys.modules:
-        sys.modules["tempfile"].tempdir = None
+        vars(sys.modules["tempfile"])["tempdir"] = None
     connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
     connection.close()
 
