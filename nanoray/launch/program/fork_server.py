@@ -7,8 +7,9 @@
 A program thus begins as soon as its rank does, and a restart takes the time of the program alone. The
 server is started as a file, with the socket on which it listens as stdin, so that a program finds
 nothing of nanoray in it but what --trace needs. Neither a server nor a keeper computes, has threads
-when it forks, or asks the driver of a GPU for anything: no import of torch 2.13 does. A keeper ends its program, and all that the program has started, when its connection
-closes: then the rank's actor is gone.
+when it forks, or asks the driver of a GPU for anything: no import of torch 2.13 does. A keeper ends
+its program, and all that the program has started, when its connection closes: then the rank's actor
+is gone.
 """
 
 from __future__ import annotations
