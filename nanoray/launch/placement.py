@@ -26,6 +26,7 @@ from nanoray.launch.devices import bound_devices
 from nanoray.launch.ray_compat import available_per_node
 from nanoray.machine.gpus import discover_gpus
 from nanoray.machine.host import available_cpus
+from nanoray.machine.launchers import KUBERAY
 from nanoray.machine.output import say
 from nanoray.machine.slots import Slots, cpu_share, local_slots
 
@@ -36,8 +37,6 @@ RESERVE_S = 5.0  # how long Ray may take to reserve a group that the nodes have 
 ASSEMBLED_S = 30.0
 # How long to wait for resources where all nodes are there.
 PATIENCE_S = float(Config.model_fields["placement_timeout_s"].default)
-# An environment variable that KubeRay's operator sets in every pod.
-_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 
 
 def slots_here(config: Config) -> Slots:
@@ -147,7 +146,7 @@ def _request_that_fits(
     awaited; `check` is called meanwhile, and may raise. Raises PlacementError if the cluster cannot
     hold the ranks.
     """
-    assembling = _KUBERAY in os.environ
+    assembling = KUBERAY in os.environ
     known_ids: set[str] = set()
     changed_at = 0.0  # monotonic seconds at which a node came or went
     printed = ""

@@ -27,6 +27,8 @@ _PORTS = range(20000, 30000)
 # SLURM numbers the steps of batch scripts, interactive shells and the like from here on
 _SPECIAL_STEPS = 2**32 - 256
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# An environment variable that KubeRay's operator sets in every pod
+KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def describe_start(env: Mapping[str, str]) -> dict[str, Any]:
             by = place.launcher.command or "variables"
             return {"by": by, "ranks": place.world_size, "on_host": place.local_world_size}
     by = ""
-    if env.get("RAY_USAGE_STATS_KUBERAY_IN_USE") == "1":
+    if env.get(KUBERAY) == "1":
         by = "kuberay"
     elif "job_submission_id" in env.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
         by = "ray job"

@@ -16,6 +16,7 @@ from nanoray.launch.program.forked import (
     import_settings,
     program_variables,
 )
+from tests.harness.cluster import alive
 from tests.harness.commands import wait_for
 
 PATIENCE_S = 60
@@ -49,14 +50,6 @@ def run(connection: socket.socket, folder: Path, text: str, name: str = "script"
     return ForkedProgram(connection, order, folder / f"{name}.log")
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs, and is no zombie."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
 def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: Path) -> None:
     show = (
         "import os, sys\n"
@@ -65,7 +58,7 @@ def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: 
         "print(os.getpid() == os.getsid(0) == os.getpgid(0), 'nanoray' in sys.modules)\n"
         "print(numpy.random.random(), random.random())\n"
         "import tempfile; print(tempfile.gettempdir())\n"
-        "sys.exit(int(os.environ.get('CODE', 3)))\n"
+        "sys.exit(3)\n"
     )
     with connect(server) as one, connect(server) as other:
         programs = [run(one, tmp_path, show, "a"), run(other, tmp_path, show, "b")]
@@ -117,10 +110,10 @@ def test_all_that_a_program_has_started_ends_with_its_rank(
         child = int(log.read_text())
         if name == "ended":
             assert program.end.result(PATIENCE_S)[0] == 0
-        assert is_alive(child)
+        assert alive(child)
         connection.shutdown(socket.SHUT_RDWR)  # as if its actor were gone
-    wait_for(lambda: not is_alive(child))
-    wait_for(lambda: not is_alive(program.pid))
+    wait_for(lambda: not alive(child))
+    wait_for(lambda: not alive(program.pid))
 
 
 def test_a_server_leaves_nothing(tmp_path: Path) -> None:
@@ -136,7 +129,7 @@ def test_a_server_leaves_nothing(tmp_path: Path) -> None:
     assert Path(address).parent.stat().st_mode & 0o777 == 0o700
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    wait_for(lambda: not is_alive(int(server_pid)))
+    wait_for(lambda: not alive(int(server_pid)))
     assert not Path(address).parent.exists()
 
 

@@ -12,13 +12,12 @@ from nanoray.config import Config
 from nanoray.config.variables import values_of
 from nanoray.errors import PlacementError
 from nanoray.launch.program.flags import ProgramCommand, require_script
+from nanoray.launch.program.folder import ProgramFolder
 from nanoray.launch.program.forked import MODULES, ForkServer, program_variables
 from nanoray.machine.gpus import discover_gpus
 from nanoray.machine.host import available_cpus
+from nanoray.machine.launchers import KUBERAY
 from nanoray.machine.slots import cpu_share
-
-# Of KubeRay's pods: the one that has the driver has no ranks as a rule.
-KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,13 +36,13 @@ def run(argv: list[str]) -> int:
     with ExitStack() as stack:
         server = None
         if command.kind != "command" and not command.dry_run and KUBERAY not in os.environ:
-            # It imports torch while this process imports Ray.
+            # It imports torch while this process imports Ray. In a pod of KubeRay the driver is alone as
+            # a rule.
             server = ForkServer(MODULES, program_variables(expected_threads(config), variables))
             stack.callback(server.close)
         from nanoray.launch.caller import in_copy_of_job
         from nanoray.launch.placement import START_TIMEOUT_S
         from nanoray.launch.program.driver import RankProgram
-        from nanoray.launch.program.folder import ProgramFolder
         from nanoray.launch.program.on_ray import launch
 
         folder = None
