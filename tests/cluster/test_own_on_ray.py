@@ -125,13 +125,16 @@ def main(run):
     nanoray.RuntimeEngine(model, optimizer, run).fit(data)
 
 if __name__ == "__main__":
-    raise SystemExit(nanoray.launch(main, json.loads(sys.argv[1])))
+    config = json.loads(sys.argv[1])
+    raise SystemExit(nanoray.launch(main, config, ray=config["workers"] > 1))
 """
 
 
 @needs("transformers")
 def test_a_model_of_transformers_trains_on_ray(cluster: Cluster, tmp_path: Path) -> None:
-    """Two ranks have the losses of one, which has those of plain torch (ranks/test_packages.py)."""
+    """Two ranks have the losses of one without Ray, which has those of plain torch
+    (ranks/test_packages.py).
+    """
     of_ranks = []
     for workers in (1, 2):
         out = tmp_path / str(workers)

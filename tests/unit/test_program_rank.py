@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import ray
 from nanoray.faults.cause import Failure, reason_to_give_up
 from nanoray.launch.placement import Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
+from nanoray.launch.program.ends import error_of, failure_of_program
 from nanoray.launch.program.files import write_program
 from nanoray.launch.program.rank import MOST_BYTES, OUTPUT_S, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
@@ -130,16 +132,33 @@ def test_output_that_is_not_shown_is_read_from_its_end(tmp_path: Path) -> None:
     rank.close()
 
 
+FACTS = {"pid": 7, "ip": "10.0.0.1", "devices": []}
+
+
 def test_an_error_that_a_program_has_caught_is_not_why_it_ended(tmp_path: Path) -> None:
-    nothing: Any = None
-    driver = ProgramDriver(RankProgram("script", ["x.py"], tmp_path), nothing, nothing)
-    driver._texts = [b"Traceback (most recent call last):\n  File ...\nImportError: no flash\n"]
-    driver.facts = [{"pid": 7, "ip": "10.0.0.1", "devices": []}]
-    answer = {"code": 3, "at": 0.0, "oom": False}
-    failure = driver._failure_of(0, answer)
+    output = b"Traceback (most recent call last):\n  File ...\nImportError: no flash\n"
+    end = {"code": 3, "at": 0.0, "oom": False}
+    failure = failure_of_program(0, end, output, tmp_path / "none", FACTS)
     assert (failure.signature, failure.retry) == ("exited with code 3", True)
-    failure = driver._failure_of(0, answer | {"code": 1})
+    failure = failure_of_program(0, end | {"code": 1}, output, tmp_path / "none", FACTS)
     assert (failure.signature, failure.retry) == ("ImportError: no flash", False)
+
+
+@pytest.mark.parametrize(
+    ("code", "oom", "gives_up"),
+    [
+        (-signal.SIGKILL, False, False),
+        (-signal.SIGKILL, True, True),
+        (-signal.SIGSEGV, False, True),
+    ],
+)
+def test_a_signal_from_outside_may_come_any_number_of_times(
+    tmp_path: Path, code: int, oom: bool, gives_up: bool
+) -> None:
+    """What the program, or its want of memory, does three times at once, it does again."""
+    end = {"code": code, "at": 0.0, "oom": oom}
+    ends = [failure_of_program(0, end, b"", tmp_path / "none", FACTS) for _ in range(3)]
+    assert bool(reason_to_give_up(ends[-1], ends, max_failures=9)) == gives_up
 
 
 def test_a_script_with_an_error_in_its_syntax_is_not_tried_again(tmp_path: Path) -> None:
@@ -150,12 +169,9 @@ def test_a_script_with_an_error_in_its_syntax_is_not_tried_again(tmp_path: Path)
     order = {"kind": "script", "words": [str(script)], "folder": str(tmp_path), "trace": []}
     rank.start(order, dict(os.environ))
     end = rank.wait_for_end()
-    nothing: Any = None
-    driver = ProgramDriver(RankProgram("script", [str(script)], tmp_path), nothing, nothing)
-    driver._texts = [rank.read(0)["output"]]
-    driver.facts = [{"pid": 7, "ip": "10.0.0.1", "devices": []}]
+    output = rank.read(0)["output"]
     rank.close()
-    failure = driver._failure_of(0, end)
+    failure = failure_of_program(0, end, output, tmp_path / "none", FACTS)
     assert (failure.signature, failure.retry) == ("SyntaxError: '(' was never closed", False)
 
 
@@ -180,14 +196,14 @@ def test_an_attempt_that_took_a_while_is_no_progress(tmp_path: Path) -> None:
 def test_the_report_of_an_earlier_attempt_names_no_later_failure(tmp_path: Path) -> None:
     nothing: Any = None
     driver = ProgramDriver(RankProgram("script", ["x.py"], tmp_path), nothing, nothing)
-    driver._texts = [b"Traceback (most recent call last):\n  File ...\nKeyError: 'later'\n"]
+    output = b"Traceback (most recent call last):\n  File ...\nKeyError: 'later'\n"
     earlier = "Traceback (most recent call last):\n  File ...\nValueError: earlier\n"
     (tmp_path / "logs").mkdir()
     report = {"message": {"extraInfo": {"py_callstack": earlier}}}
     driver._error_file(0).write_text(json.dumps(report))
-    assert driver._error_of(0, 1) == ("ValueError", "earlier")
+    assert error_of(1, output, driver._error_file(0)) == ("ValueError", "earlier")
     driver.failures.append(Failure(0, "exception", "failed: ValueError: earlier"))
-    assert driver._error_of(0, 1) == ("KeyError", "'later'")
+    assert error_of(1, output, driver._error_file(0)) == ("KeyError", "'later'")
 
 
 def test_no_value_of_a_variable_is_in_the_files_of_a_run(

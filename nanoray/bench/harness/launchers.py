@@ -116,6 +116,9 @@ def command(
     if launcher == "torchrun":
         return [*torchrun, "-m", "nanoray.train", *flags]
     if launcher == "torchrun-script":
+        # In torch 2.13 the store of a static rendezvous outlives a restart, with the addresses of
+        # the ranks before: a script that uses it may wait for them for ever.
+        torchrun += ["--standalone"] if restarts else []
         return [*torchrun, str(SCRIPT), *flags]
 
     where = "local" if launcher.endswith("-init") else address

@@ -8,11 +8,9 @@ place ─► actors ─► start ─► watch ─┬─► all have ended with 0
 
 from __future__ import annotations
 
-import codecs
 import re
 import secrets
 import signal
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,28 +18,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayError
+from ray.exceptions import RayError
 
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.faults import exit_record
 from nanoray.faults.cause import (
     Failure,
     FailureCollector,
     FaultReport,
     announce,
-    how_it_ended,
     reason_to_give_up,
-    reports_lost_peer,
-    title_of,
 )
 from nanoray.launch.caller import in_copy_of_job
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, strategy
+from nanoray.launch.program.ends import failure_of_actor, failure_of_program
 from nanoray.launch.program.folder import ProgramFolder, digest
 from nanoray.launch.program.forked import ForkServer
 from nanoray.launch.program.observed import RunObserver, explain_wait
-from nanoray.launch.program.rank import CONCURRENCY, TAIL_BYTES, ProgramRank
+from nanoray.launch.program.output import RankOutputs
+from nanoray.launch.program.rank import CONCURRENCY, ProgramRank
 from nanoray.launch.signals import Stop
-from nanoray.machine.atomic import read_json
 from nanoray.machine.interfaces import LOOPBACK
 from nanoray.machine.launchers import torchrun_variables
 from nanoray.machine.output import say
@@ -59,21 +54,11 @@ CLOCK_TICK_S = 0.01  # in which the kernel counts CPU time
 SETTLE_S = 2 * POLL_S
 # A failure so soon after the start says something of the program, if it comes again.
 AT_ONCE_S = 30.0
-# Errors of Python that come again at each start
-INCURABLE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
-USAGE = 2  # the exit code of a command line that argparse, absl or a shell refuses
-RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ", re.M)  # of torch, before each line of a traceback
-# Of an error in the syntax of the script itself Python shows only where it is.
-TRACEBACK = re.compile(
-    rb'(?:Traceback \(most recent call last\):|  File ".+", line \d+)\n'
-    rb"(?:[ \t].*\n|\n)*([\w.]+)(?:: (.*))?"
-)
 MOST_SENT = 100 * 2**20  # bytes of a packed folder, as with `ray job submit`
 # Where the thread that got the signal is, of the stacks that faulthandler writes
 CURRENT = re.compile(rb'Current thread .*\n  File "([^"]+)", line (\d+) in (\S+)')
 STACKS_S = 5.0  # for the ranks of a busy machine to write them
 CLOSE_S = 5.0  # for the ranks to end what is left of their processes
-LINES_SHOWN = 15  # of the failed rank's output
 
 
 @dataclass(frozen=True)
@@ -139,11 +124,7 @@ class ProgramDriver:
         self._begins: dict[Any, int] = {}  # of programs
         self._ends: dict[Any, int] = {}
         self._outputs: dict[Any, int] = {}
-        self._offsets: list[int] = []  # what has been read of each rank's output
-        self._texts: list[bytes] = []  # its newest part
-        self._new: list[bytes] = []  # what has been read and neither shown nor dropped
-        self._shown: list[bytes] = []  # with tee all: a line that has not ended
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of rank 0's output
+        self._output = RankOutputs([], [], False)
 
     def run(self) -> int:
         """Run the program to its end and return the exit code."""
@@ -176,10 +157,10 @@ class ProgramDriver:
             self._create()
             self._start()
             failures = self._watch()
-            self._show_rest()
+            self._output.show_rest()
             return failures
         except RayError as error:
-            failure = self._lost(error)
+            failure = failure_of_actor(error, self.facts)
             self._close()
             return [failure]
         finally:
@@ -214,10 +195,13 @@ class ProgramDriver:
                 self._server.close()
                 self._server = None
         self._send_folder()
-        self._offsets = [facts["printed"] for facts in self.facts]
-        self._texts = [b""] * len(self.actors)
-        self._new = [b""] * len(self.actors)
-        self._shown = [b""] * len(self.actors)
+        # The log of a node with a run folder of its own would be missing beside the others.
+        copies = [
+            None if facts["shares_run"] else self.program.log(rank)
+            for rank, facts in enumerate(self.facts)
+        ]
+        printed = [facts["printed"] for facts in self.facts]
+        self._output = RankOutputs(printed, copies, self.program.tee == "all")
 
     def _describe(self, script: str) -> None:
         """Ask all ranks what they are and what they see. Raises PlacementError."""
@@ -314,7 +298,7 @@ class ProgramDriver:
             if not on_one_host and self.facts[rank]["interface"]:
                 variables["GLOO_SOCKET_IFNAME"] = self.facts[rank]["interface"]
             variables |= self.program.variables
-            self._texts[rank] = b""
+            self._output.texts[rank] = b""
             starts.append(actor.start.remote(order, variables))
             if rank == 0 and len(self.actors) > 1:
                 # It begins first: the others connect to its store, and torch lets one that comes
@@ -380,10 +364,15 @@ class ProgramDriver:
         before = self._movements()
         while True:
             for rank, end in self._news(POLL_S if collector.failures else TICK_S):
-                failure = self._failure_of(rank, end) if end["code"] else None
+                failure = None
+                if end["code"]:
+                    text = self._output.texts[rank]
+                    facts = self.facts[rank]
+                    failure = failure_of_program(rank, end, text, self._error_file(rank), facts)
                 collector.ended(rank, failure, time.monotonic())
             # What the others say after a failure, of connections that were reset, is in their logs.
-            self._show_new(only=collector.cause.rank if collector.failures else None)
+            only = collector.cause.rank if collector.failures else None
+            self._output.show_new(only)
             if collector.complete(time.monotonic()):
                 if not collector.failures:
                     return []
@@ -421,141 +410,37 @@ class ProgramDriver:
                 continue
             if ref in self._outputs:
                 rank = self._outputs.pop(ref)
-                self._take(rank, answer)
+                self._output.take(rank, answer)
                 self._await_output(rank)
                 continue
             rank = self._ends.pop(ref)
             self.facts[rank]["pid"] = answer["pid"]
             # All that it has printed comes before its end.
-            while self._offsets[rank] < answer["size"]:
-                self._take(rank, ray.get(self._read(rank)))
+            while self._output.offsets[rank] < answer["size"]:
+                self._output.take(rank, ray.get(self._read(rank)))
             ended.append((rank, answer))
         return ended
 
     def _movements(self) -> list[Movement]:
         return [Movement(**m) for m in ray.get([actor.movement.remote() for actor in self.actors])]
 
-    def _is_read(self, rank: int) -> bool:
-        """Whether all output of a rank is read; of the others the end is enough."""
-        # The log of a node with a run folder of its own is copied.
-        return rank == 0 or self.program.tee == "all" or not self.facts[rank]["shares_run"]
-
     def _await_output(self, rank: int) -> None:
         """Let a rank answer when it has printed more."""
-        if self._is_read(rank) and rank in self._ends.values():
-            ref = self.actors[rank].wait_for_output.remote(self._offsets[rank])
+        if self._output.is_read(rank) and rank in self._ends.values():
+            ref = self.actors[rank].wait_for_output.remote(self._output.offsets[rank])
             self._outputs[ref] = rank
 
     def _read(self, rank: int) -> Any:
-        return self.actors[rank].read.remote(self._offsets[rank], self._is_read(rank))
+        offset, shown = self._output.offsets[rank], self._output.is_read(rank)
+        return self.actors[rank].read.remote(offset, shown)
 
     def _poll(self) -> None:
         """Take what all ranks have printed by now. Raises RayError where one is lost."""
         answers = ray.get([self._read(rank) for rank in range(len(self.actors))])
         for rank, answer in enumerate(answers):
-            self._take(rank, answer)
-
-    def _take(self, rank: int, answer: dict[str, Any]) -> None:
-        """Take a part of a rank's output, unless another answer had it already."""
-        if answer["from"] != self._offsets[rank]:
-            return
-        data: bytes = answer["output"]
-        self._offsets[rank] = answer["to"]
-        # What a node writes into a folder of its own would be missing beside the other logs.
-        if data and not self.facts[rank]["shares_run"]:
-            with self.program.log(rank).open("ab") as log:
-                log.write(data)
-        self._texts[rank] = (self._texts[rank] + data)[-TAIL_BYTES:]
-        self._new[rank] += data
-
-    def _show_new(self, only: int | None = None) -> None:
-        """Show what was taken of the ranks' output; of `only` this rank, if it is given."""
-        for rank, data in enumerate(self._new):
-            if data and only in (None, rank):
-                self._show(rank, data)
-            self._new[rank] = b""
-
-    def _show(self, rank: int, data: bytes) -> None:
-        """Show the output of a rank: rank 0's as it comes, or all lines with their rank."""
-        text = ""
-        if self.program.tee == "all":
-            *lines, self._shown[rank] = (self._shown[rank] + data).split(b"\n")
-            text = "".join(f"[{rank}] {line.decode(errors='replace')}\n" for line in lines)
-        elif rank == 0:
-            text = self._decoder.decode(data)  # which keeps a character that has not ended
-        if text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    def _show_rest(self) -> None:
-        """With tee all: show the last lines of ranks that have ended without a line break."""
-        for rank, line in enumerate(self._shown):
-            if line:
-                self._show(rank, b"\n")
+            self._output.take(rank, answer)
 
     # Failures.
-
-    def _failure_of(self, rank: int, answer: dict[str, Any]) -> Failure:
-        """Describe how a rank's program has ended."""
-        code: int = answer["code"]
-        record = exit_record.record_of(code) | {"oom": answer["oom"]}
-        cause, verb, how = how_it_ended(record)
-        exit_code = 128 - code if code < 0 else code
-        curable = code != USAGE
-        kind, message = self._error_of(rank, code) if code > 0 else ("", "")
-        if kind:
-            cause, verb = "exception", "failed"
-            how = f"{kind}: {message}" if message else kind
-            curable = kind not in INCURABLE
-            if reports_lost_peer({kind.rpartition(".")[2]}, message):
-                cause = "peer_lost"
-        return Failure(
-            rank,
-            cause,
-            title_of(rank, self.facts[rank], verb, how),
-            phase="",
-            detail=self._tail(rank),
-            retry=curable,
-            exit_code=exit_code,
-            signature=how,
-            facts=self.facts[rank],
-            exit_record=record,
-            at=answer["at"],
-        )
-
-    def _tail(self, rank: int) -> str:
-        """Return the last lines of a rank's output."""
-        text = self._texts[rank].decode(errors="replace")
-        return "\n".join(text.splitlines()[-LINES_SHOWN:])
-
-    def _error_of(self, rank: int, code: int) -> tuple[str, str]:
-        """Return class and message of the error that has ended a rank's program; "" if unknown."""
-        report = read_json(self._error_file(rank)).get("message", {})
-        extra = report.get("extraInfo", {}) if isinstance(report, dict) else {}
-        text = str(extra.get("py_callstack", "")).encode()
-        # Python ends with 1 after an uncaught error. Before another code a program may
-        # have printed one that it did catch.
-        if not text and code == 1:
-            text = self._texts[rank]
-        errors = TRACEBACK.findall(RANK_PREFIX.sub(b"", text))
-        if not errors:
-            return "", ""
-        kind, message = errors[-1]
-        return kind.decode(), message.decode(errors="replace")[:300]
-
-    def _lost(self, error: RayError) -> Failure:
-        """Describe how a rank's actor has ended, which takes its program along."""
-        actor = getattr(error, "actor_id", None)
-        ranks = [rank for rank, facts in enumerate(self.facts) if facts["actor"] == actor]
-        rank = ranks[0] if ranks else -1
-        cause, how = "out_of_memory", "ended by Ray's memory monitor: its node was almost full"
-        if not isinstance(error, OutOfMemoryError):
-            lines = [line.strip() for line in str(error).splitlines()]
-            why = next((line for line in lines if line.startswith("The actor")), lines[0])
-            cause, how = "node_lost", f"its node, or Ray's process on it, was lost: {why[:300]}"
-        facts = self.facts[rank] if rank >= 0 else {}
-        title = title_of(rank, facts, "died", how) if "pid" in facts else f"a rank died: {how}"
-        return Failure(rank, cause, title, phase="", facts=facts, at=time.time())
 
     def _hung(self, idle_s: float) -> Failure:
         """Collect the stacks of all ranks, end them, and say who is behind, and where each was."""
@@ -567,7 +452,7 @@ class ProgramDriver:
         while len(places) < len(self.actors) and time.monotonic() < deadline:
             time.sleep(POLL_S)
             self._poll()
-            for of, found in enumerate(map(CURRENT.search, self._texts)):
+            for of, found in enumerate(map(CURRENT.search, self._output.texts)):
                 if found:
                     file, line, name = (part.decode(errors="replace") for part in found.groups())
                     places[of] = f"rank {of} in {name} ({Path(file).name}:{line})"
@@ -584,7 +469,7 @@ class ProgramDriver:
         """Print a fault and what follows, and write it into faults.jsonl."""
         cause, *others = failures
         # What rank 0 prints is on the console already.
-        is_shown = cause.rank == 0 or self.program.tee == "all"
+        is_shown = cause.rank == 0 or self._output.all_lines
         consequences = announce(cause, others, "" if is_shown else cause.detail)
         # With --trace its step; else seconds of the run, which count as no progress: so not in `failures`.
         reported = replace(cause, step=self.observer.step)
@@ -614,7 +499,7 @@ class ProgramDriver:
             self._news(min(TICK_S, max(0.0, deadline - time.monotonic())))
             # After a failure these are the errors that follow from it.
             if self.stop.requested:
-                self._show_new()
+                self._output.show_new()
 
     def _signal(self, signum: int) -> None:
         ray.get([actor.stop.remote(int(signum)) for actor in self.actors])

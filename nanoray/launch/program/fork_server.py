@@ -37,10 +37,11 @@ from typing import Any
 # What DDP, FSDP and optimizers import when they are first used: as long as torch itself. Only for a
 # restart, since a program that uses none of them should not begin later.
 LATER_MODULES = ("torch._dynamo",)
-# It takes a core for seconds: not while the program itself starts, and with a tenth of its share
+# It takes a core for seconds: not while the program itself starts, and with a quarter of its share
 # where the program leaves no core free.
 LATER_AFTER_S = 10.0
-LATER_NICENESS = 10
+NICER = 5  # than the program
+LEAST_PRIORITY = 19
 MOST_BYTES = 1 << 16  # of an order, at a time
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -87,13 +88,14 @@ def keep(connection: socket.socket) -> None:
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)
     program = 0
+    niceness = 0  # of the program
     helpers: list[threading.Thread] = []  # none may run at a fork
     while True:
         try:
             order, output = receive(connection)
         except TimeoutError:
             connection.settimeout(None)
-            helpers.append(in_thread(import_later))
+            helpers.append(in_thread(import_later, niceness))
             continue
         if program:  # and what it has left
             with suppress(ProcessLookupError):
@@ -103,6 +105,7 @@ def keep(connection: socket.socket) -> None:
             os._exit(0)
         for helper in helpers:
             helper.join()
+        niceness = order["niceness"]
         program = os.fork()
         if not program:
             become(order, output, connection)
@@ -119,12 +122,14 @@ def in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
     return thread
 
 
-def import_later() -> None:
-    """Import what a restart needs soon, beside the program that runs. (in a thread)
+def import_later(niceness: int) -> None:
+    """Import what a restart needs soon, beside a program of this niceness. (in a thread)
 
     A thread has a niceness of its own; that of a process would stay its programs' for ever.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LATER_NICENESS)
+    own = os.getpriority(os.PRIO_PROCESS, 0)  # which it cannot go below
+    wanted = min(max(own, niceness + NICER), LEAST_PRIORITY)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), wanted)
     import_all(LATER_MODULES)
 
 
