@@ -116,10 +116,10 @@ def command(
     if launcher == "torchrun":
         return [*torchrun, "-m", "nanoray.train", *flags]
     if launcher == "torchrun-script":
-        # In torch 2.13 the store of a static rendezvous outlives a restart, with the addresses of
-        # the ranks before: a script that uses it may wait for them for ever.
-        torchrun += ["--standalone"] if restarts else []
-        return [*torchrun, str(SCRIPT), *flags]
+        # In torch 2.13 the store that torchrun lends its ranks keeps the addresses of the attempt
+        # before: a script that takes it may fail, or wait for a rank that is gone for ever.
+        fresh_store = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] if restarts else []
+        return [*fresh_store, *torchrun, str(SCRIPT), *flags]
 
     where = "local" if launcher.endswith("-init") else address
     placed = ["--ray_address", where, "--workers", str(workers)]
