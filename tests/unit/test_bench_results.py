@@ -28,11 +28,18 @@ def results() -> dict[str, str]:
     return found
 
 
+# What failed in a committed file, as its page says: an arm that is none of nanoray's
+PEERS_FAILED = {"recovery-cpu.json": ("torchrun-script: ",)}
+
+
 @pytest.mark.parametrize(("name", "bench"), results().items())
 def test_a_committed_result_is_printed_and_pasted(name: str, bench: str) -> None:
     benchmark, report = benchmark_named(bench), Report.read(RESULTS / name)
     text = report.lines(benchmark.format_text(report) or None)
-    assert text[-1].startswith("OK  "), "what is committed has no failure"
+    if name in PEERS_FAILED:
+        assert all(failure.startswith(PEERS_FAILED[name]) for failure in report.failures)
+    else:
+        assert text[-1].startswith("OK  "), "what is committed has no failure"
     markdown = benchmark.format_markdown(report)
     assert any(line.startswith("| ---") for line in markdown), "a table"
 

@@ -118,8 +118,9 @@ def command(
     if launcher == "torchrun-script":
         # In torch 2.13 the store that torchrun lends its ranks keeps the addresses of the attempt
         # before: a script that takes it may fail, or wait for a rank that is gone for ever.
-        fresh_store = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] if restarts else []
-        return [*fresh_store, *torchrun, str(SCRIPT), *flags]
+        if restarts:
+            torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *torchrun, "--standalone"]
+        return [*torchrun, str(SCRIPT), *flags]
 
     where = "local" if launcher.endswith("-init") else address
     placed = ["--ray_address", where, "--workers", str(workers)]
