@@ -290,10 +290,9 @@ def collate(items):
     return torch.utils.data.default_collate(items)
 
 def main(run):
-    spawned = {"num_workers": 1, "multiprocessing_context": "forkserver"}
     loader = DataLoader(
-        Points(SCALE), batch_size=12 // run.world_size, shuffle=True, collate_fn=collate,
-        **(spawned if run.world_size > 1 else {}),
+        Points(SCALE), batch_size=12 // run.world_size, shuffle=True, num_workers=1,
+        multiprocessing_context="forkserver", collate_fn=collate,
     )
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

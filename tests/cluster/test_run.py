@@ -134,10 +134,8 @@ def test_the_commands_of_the_example_differ_in_their_first_words(
         ("torchrun", "--nproc_per_node 2 train.py"),
         ("nanoray run", "--workers 2 train.py"),
     ]
-    # That a script prints under both what it prints is tested above.
-    code, output = run(folder, "train.py", flags=("--out_dir", str(tmp_path)), cluster=cluster)
-    assert code == 0, output
-    losses = [float(line.split()[-1]) for line in lines_of(output)]
+    printed = lines_under_both(cluster, tmp_path / "runs", folder, ["train.py"])
+    losses = [float(line.split()[-1]) for line in printed]
     assert losses[-1] < losses[0] / 2
 
 

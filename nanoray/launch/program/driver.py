@@ -123,8 +123,8 @@ class ProgramDriver:
         # What is awaited -> its rank
         self._begins: dict[Any, int] = {}  # of programs
         self._ends: dict[Any, int] = {}
-        self._outputs: dict[Any, int] = {}
-        self._output = RankOutputs([], [], False)
+        self._reads: dict[Any, int] = {}
+        self._output: RankOutputs  # made with the actors
 
     def run(self) -> int:
         """Run the program to its end and return the exit code."""
@@ -312,7 +312,7 @@ class ProgramDriver:
             actor.wait_for_begin.remote(NEVER_S): rank for rank, actor in enumerate(self.actors)
         }
         self._ends = {actor.wait_for_end.remote(): rank for rank, actor in enumerate(self.actors)}
-        self._outputs = {}
+        self._reads = {}
         for rank in range(len(self.actors)):
             self._await_output(rank)
         nodes = [facts["node"] for facts in self.facts]
@@ -399,7 +399,7 @@ class ProgramDriver:
 
         It waits at most `wait_s`. Raises RayError where a rank is lost.
         """
-        awaited = [*self._begins, *self._ends, *self._outputs]
+        awaited = [*self._begins, *self._ends, *self._reads]
         ray.wait(awaited, timeout=wait_s)  # for the first one
         ready, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
         ended = []
@@ -408,8 +408,8 @@ class ProgramDriver:
             if ref in self._begins:
                 self.facts[self._begins.pop(ref)]["pid"] = answer
                 continue
-            if ref in self._outputs:
-                rank = self._outputs.pop(ref)
+            if ref in self._reads:
+                rank = self._reads.pop(ref)
                 self._output.take(rank, answer)
                 self._await_output(rank)
                 continue
@@ -428,7 +428,7 @@ class ProgramDriver:
         """Let a rank answer when it has printed more."""
         if self._output.is_read(rank) and rank in self._ends.values():
             ref = self.actors[rank].wait_for_output.remote(self._output.offsets[rank])
-            self._outputs[ref] = rank
+            self._reads[ref] = rank
 
     def _read(self, rank: int) -> Any:
         offset, shown = self._output.offsets[rank], self._output.is_read(rank)
@@ -469,7 +469,7 @@ class ProgramDriver:
         """Print a fault and what follows, and write it into faults.jsonl."""
         cause, *others = failures
         # What rank 0 prints is on the console already.
-        is_shown = cause.rank == 0 or self._output.all_lines
+        is_shown = cause.rank == 0 or self.program.tee == "all"
         consequences = announce(cause, others, "" if is_shown else cause.detail)
         # With --trace its step; else seconds of the run, which count as no progress: so not in `failures`.
         reported = replace(cause, step=self.observer.step)

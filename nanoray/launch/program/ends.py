@@ -12,13 +12,13 @@ from ray.exceptions import OutOfMemoryError, RayError
 
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, how_it_ended, reports_lost_peer, title_of
-from nanoray.launch.program.output import last_lines
 from nanoray.machine.atomic import read_json
 
 # Errors of Python that come again at each start
 INCURABLE = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
 # Who sends them is outside of the program: that they come again says nothing of it.
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+LINES_KEPT = 15  # of a failed rank's output, in its report
 USAGE = 2  # the exit code of a command line that argparse, absl or a shell refuses
 RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ", re.M)  # of torch, before each line of a traceback
 # Of an error in the syntax of the script itself Python shows only where it is.
@@ -47,13 +47,14 @@ def failure_of_program(
         curable = kind not in INCURABLE
         if reports_lost_peer({kind.rpartition(".")[2]}, message):
             cause = "peer_lost"
+    lines = output.decode(errors="replace").splitlines()
     is_own = bool(record["oom"]) or record.get("signal") not in FROM_OUTSIDE
     return Failure(
         rank,
         cause,
         title_of(rank, facts, verb, how),
         phase="",
-        detail=last_lines(output),
+        detail="\n".join(lines[-LINES_KEPT:]),
         retry=curable,
         exit_code=exit_code,
         signature=how if is_own else "",

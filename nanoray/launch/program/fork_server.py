@@ -40,8 +40,7 @@ LATER_MODULES = ("torch._dynamo",)
 # It takes a core for seconds: not while the program itself starts, and with a quarter of its share
 # where the program leaves no core free.
 LATER_AFTER_S = 10.0
-NICER = 5  # than the program
-LEAST_PRIORITY = 19
+NICER = 5  # than the program; the kernel takes 19 for more than that
 MOST_BYTES = 1 << 16  # of an order, at a time
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -128,8 +127,8 @@ def import_later(niceness: int) -> None:
     A thread has a niceness of its own; that of a process would stay its programs' for ever.
     """
     own = os.getpriority(os.PRIO_PROCESS, 0)  # which it cannot go below
-    wanted = min(max(own, niceness + NICER), LEAST_PRIORITY)
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), wanted)
+    nicer = max(own, niceness + NICER)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nicer)
     import_all(LATER_MODULES)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from nanoray.launch.program.rank import TAIL_BYTES
 
-LINES_KEPT = 15  # of a failed rank's output, in its report
-
 
 class RankOutputs:
     """The output of all ranks, as their actors send it."""
@@ -24,7 +22,7 @@ class RankOutputs:
         """
         self.offsets = list(printed)  # what has been taken of each rank's file
         self.texts = [b""] * len(printed)  # its newest part
-        self.all_lines = all_lines
+        self._all_lines = all_lines
         self._copies = copies
         self._new = [b""] * len(printed)  # what has been taken and neither shown nor dropped
         self._begun = [b""] * len(printed)  # with all_lines: a line that has not ended
@@ -32,7 +30,7 @@ class RankOutputs:
 
     def is_read(self, rank: int) -> bool:
         """Whether all output of a rank is read; of the others the end is enough."""
-        return rank == 0 or self.all_lines or self._copies[rank] is not None
+        return rank == 0 or self._all_lines or self._copies[rank] is not None
 
     def take(self, rank: int, answer: dict[str, Any]) -> None:
         """Take a part of a rank's output, unless another answer had it already."""
@@ -63,7 +61,7 @@ class RankOutputs:
     def _show(self, rank: int, data: bytes) -> None:
         """Show output of a rank: rank 0's as it comes, or all lines with their rank."""
         text = ""
-        if self.all_lines:
+        if self._all_lines:
             *lines, self._begun[rank] = (self._begun[rank] + data).split(b"\n")
             text = "".join(f"[{rank}] {line.decode(errors='replace')}\n" for line in lines)
         elif rank == 0:
@@ -71,8 +69,3 @@ class RankOutputs:
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
-
-
-def last_lines(output: bytes) -> str:
-    """Return the last lines of a rank's output."""
-    return "\n".join(output.decode(errors="replace").splitlines()[-LINES_KEPT:])
