@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Import the modules of the command line, and fork a keeper for each connection."""
+    """Import modules, and fork a keeper for each connection. Command line: who starts it, the modules."""
     home = socket.socket(fileno=os.dup(0))
 
     def leave(*_: object) -> None:
@@ -54,11 +54,11 @@ def main() -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    end_with_parent(signal.SIGTERM)
+    end_with_parent(signal.SIGTERM, int(sys.argv[1]))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # no program waits for a keyboard that no rank has
     os.close(nothing)
-    import_all(sys.argv[1:])
+    import_all(sys.argv[2:])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # how a keeper ends is of no interest
     while True:
         connection, _ = home.accept()
@@ -86,6 +86,7 @@ def keep(connection: socket.socket) -> None:
     with open(os.devnull, "wb") as nothing:  # what the server prints is none of its
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)
+    keeper = os.getpid()
     program = 0
     niceness = 0  # of the program
     helpers: list[threading.Thread] = []  # none may run at a fork
@@ -107,7 +108,7 @@ def keep(connection: socket.socket) -> None:
         niceness = order["niceness"]
         program = os.fork()
         if not program:
-            become(order, output, connection)
+            become(order, output, connection, keeper)
             return
         os.close(output)
         helpers = [in_thread(report_end, program, connection)]
@@ -153,10 +154,10 @@ def report_end(program: int, connection: socket.socket) -> None:
         connection.sendall(json.dumps({"code": code, "at": time.time()}).encode() + b"\n")
 
 
-def become(order: dict[str, Any], output: int, connection: socket.socket) -> None:
+def become(order: dict[str, Any], output: int, connection: socket.socket, keeper: int) -> None:
     """Be the program of an order. (in a fork)"""
     os.setsid()
-    end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL, keeper)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
@@ -219,13 +220,12 @@ def show_error(kind: type[BaseException], error: BaseException, trace: Any) -> N
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
-def end_with_parent(signum: int) -> None:
+def end_with_parent(signum: int, parent: int) -> None:
     """Let the kernel send this process a signal when the one that has started it is gone."""
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it has ended meanwhile
-        raise SystemExit(1)
+        signal.raise_signal(signum)
 
 
 def run_script(path: str) -> None:

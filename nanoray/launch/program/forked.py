@@ -64,7 +64,7 @@ class ForkServer:
             home.bind(self.shared.address)
             home.listen(MOST_RANKS)
             self._process = subprocess.Popen(
-                [sys.executable, str(FORK_SERVER), *modules],
+                [sys.executable, str(FORK_SERVER), str(os.getpid()), *modules],
                 stdin=home.fileno(),
                 stdout=output,
                 stderr=output,
