@@ -21,6 +21,7 @@ from nanoray.launch.program.__main__ import main
 from tests.cluster.test_cluster_faults import FAST_HEALTH
 from tests.harness.cluster import Cluster, finish, processes_of_session, ray_head, ray_node
 from tests.harness.commands import Command, wait_for
+from tests.harness.commands import run as run_command
 from tests.harness.packages import needs
 
 SCRIPT = Path(__file__).resolve().parents[1] / "harness" / "plain_ddp.py"
@@ -92,9 +93,14 @@ def test_a_script_prints_what_it_prints_under_torchrun(
     assert len(printed) == lines
 
 
-def lines_under_both(cluster: Cluster, out: Path, folder: Path, program: list[str]) -> list[str]:
-    """Run a program under torchrun and under `nanoray run`; return the lines that both print."""
-    plain = under_torchrun(folder, program)
+def lines_under_both(
+    cluster: Cluster, out: Path, folder: Path, program: list[str], **env: str
+) -> list[str]:
+    """Run a program under torchrun and under `nanoray run`; return the lines that both print.
+
+    `env`: variables for torchrun.
+    """
+    plain = under_torchrun(folder, program, **env)
     flags = ["--out_dir", str(out), "--cpus_per_worker", "0.5"]
     flags += ["--env", "FIRST=1", "--env", "SECOND=2"]
     code, output = finish(Command(*RUN[2:], *flags, *program, env=cluster.env, cwd=folder))
@@ -104,29 +110,25 @@ def lines_under_both(cluster: Cluster, out: Path, folder: Path, program: list[st
     return lines_of(output)
 
 
-def under_torchrun(folder: Path, program: list[str]) -> subprocess.CompletedProcess[str]:
+def under_torchrun(
+    folder: Path, program: list[str], **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run a program under torchrun; again where torch 2.13 aborts it as it ends.
 
     It happens to about one plain DDP program in fifty on a busy machine: `std::terminate` is
     called in a process whose interpreter ends.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    env = os.environ | {"FIRST": "1", "SECOND": "2", "PWD": str(folder)} | env  # PWD: as a shell
     for _ in range(3):
-        plain = subprocess.run(
-            [*torchrun, "--nproc-per-node", "2", *program],
-            cwd=folder,
-            env=os.environ | {"FIRST": "1", "SECOND": "2", "PWD": str(folder)},  # PWD: as a shell
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        plain = run_command(*command, cwd=folder, env=env, timeout=240)
         if "terminate called without an active exception" not in plain.stderr:
             break
     return plain
 
 
 def test_the_commands_of_the_example_differ_in_their_first_words(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, forked: dict[str, str]
 ) -> None:
     folder = SCRIPT.parents[2] / "examples" / "from_torchrun"
     commands = re.findall(r"^(torchrun|nanoray run) (.+)$", (folder / "train.py").read_text(), re.M)
@@ -134,7 +136,7 @@ def test_the_commands_of_the_example_differ_in_their_first_words(
         ("torchrun", "--nproc_per_node 2 train.py"),
         ("nanoray run", "--workers 2 train.py"),
     ]
-    printed = lines_under_both(cluster, tmp_path / "runs", folder, ["train.py"])
+    printed = lines_under_both(cluster, tmp_path / "runs", folder, ["train.py"], **forked)
     losses = [float(line.split()[-1]) for line in printed]
     assert losses[-1] < losses[0] / 2
 

@@ -323,6 +323,7 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # that of the server's environment
     for fd, stream in streams.items():
         os.dup2(stream, fd)
     for stream in streams.values():

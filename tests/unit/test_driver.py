@@ -242,6 +242,19 @@ def test_a_run_that_cannot_start_ends_at_once(tmp_path: Path) -> None:
     assert run.ray.time.now - began < 3.0
 
 
+KEPT = "the other ranks keep the state and wait for a new process"
+
+
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
+def test_ranks_that_keep_the_state_are_spoken_of_where_there_are_some(
+    tmp_path: Path, recovery: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, recovery=recovery)
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert (KEPT in capsys.readouterr().out) == (recovery == "in_place")
+
+
 def test_with_recovery_restart_all_ranks_start_again(tmp_path: Path) -> None:
     run = Run(tmp_path, recovery="restart")
     run.ray.at(10.3, run.ray.die, 1)

@@ -166,11 +166,12 @@ class Recoverer:
             self._add_broken_group(group, collector)
         self._end_silent_ranks(at, collector)
         reason = self.decide(at, collector)
-        if reason is None and not self.ending(at):
+        lost = [slot for slot in group.members if slot not in group.runs]
+        if reason is None and not self.ending(at) and len(lost) < len(group.members):
             say("  now      the other ranks keep the state and wait for a new process")
         at.forming = Forming(
             reason,
-            lost=[slot for slot in group.members if slot not in group.runs],
+            lost,
             size_before=len(group.members),
             began_at=self.clock.monotonic(),
         )
