@@ -130,6 +130,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @needs("transformers")
 def test_a_model_of_transformers_trains_on_ray(cluster: Cluster, tmp_path: Path) -> None:
     """Two ranks have the losses of one without Ray, which has those of plain torch

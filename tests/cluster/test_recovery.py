@@ -460,10 +460,9 @@ sys.meta_path.insert(0, Kills())
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_in_its_imports_is_named(recipe: Path, tmp_path: Path) -> None:
-    """On a Ray of its own, whose processes all import what they need by themselves: here no fourth
-    one does, in place of the killed rank and beside the first.
-    """
+    """On a Ray of its own, whose processes all import what they need by themselves."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(KILLED_IN_IMPORTS)
@@ -472,8 +471,7 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(recipe: Path, tmp_path: P
         "NANORAY_TEST_KILLED": str(tmp_path / "killed"),
     }
     out = tmp_path / "out"
-    flags = (*of(2), "--max_steps", "5", "--recovery", "restart")
-    code, output = finish(start(None, recipe, out, *flags, **variables))
+    code, output = finish(start(None, recipe, out, *of(2), "--max_steps", "5", **variables))
     assert code == 0, output
     pid = (tmp_path / "killed").read_text()
     named = rf"failure  rank 1 \(pid {pid}, node .*\) died in init of step 0: killed by SIGKILL"
