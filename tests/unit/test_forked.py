@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from nanoray.launch.program.fork_server import hold_groups
 from nanoray.launch.program.forked import (
     ForkedProgram,
     ForkServer,
@@ -91,6 +94,47 @@ def test_a_signal_and_an_error_are_the_programs_own(server: ForkServer, tmp_path
     assert error.startswith("Traceback (most recent call last):\n  File ")
     assert "fork_server.py" not in error
     assert error.endswith("ZeroDivisionError: division by zero\n")
+
+
+DISTRIBUTED = """
+class Group: pass
+class group: WORLD = None
+def init_process_group(): group.WORLD = Group()
+"""
+ENDS_GROUP = """
+import torch.distributed as dist, weakref
+dist.init_process_group()
+made, dist.group.WORLD = weakref.ref(dist.group.WORLD), None
+print("lives" if made() else "gone")
+"""
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_group_outlives_a_model_where_more_was_imported_in_advance(
+    tmp_path: Path, imported: bool
+) -> None:
+    """The end of both may hang: see hold_groups. A torch of a few lines has what it takes."""
+    (tmp_path / "torch").mkdir()
+    for name, text in (("__init__", ""), ("_dynamo", ""), ("distributed", DISTRIBUTED)):
+        (tmp_path / "torch" / f"{name}.py").write_text(text)
+    modules = ["torch.distributed", *(["torch._dynamo"] if imported else [])]
+    server = ForkServer(modules, program_variables(1, {"PYTHONPATH": str(tmp_path)}))
+    with connect(server) as connection:
+        assert run(connection, tmp_path, ENDS_GROUP).end.result(PATIENCE_S)[0] == 0
+    server.close()
+    assert (tmp_path / "script.log").read_text() == ("lives\n" if imported else "gone\n")
+
+
+def test_the_group_of_torch_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "init_process_group", dist.init_process_group)
+    lives = []
+    for hold in (lambda: None, hold_groups):
+        hold()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        made = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        lives.append(made() is not None)
+    assert lives == [False, True]
 
 
 @pytest.mark.parametrize("name", ["runs", "ended"])

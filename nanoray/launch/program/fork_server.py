@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -191,6 +192,8 @@ def become(order: dict[str, Any], output: int, connection: socket.socket, keeper
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     sys.argv = words
     sys.excepthook = show_error
+    if "torch._dynamo" in sys.modules:
+        hold_groups()
     if order["trace"]:
         start_trace(order["trace"])
     if order["kind"] == "module":
@@ -198,6 +201,26 @@ def become(order: dict[str, Any], output: int, connection: socket.socket, keeper
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
         run_script(words[0])
+
+
+def hold_groups() -> None:
+    """Let the default process group live as long as the program.
+
+    It does so by accident where a program makes it and then its DDP model, which imports what
+    LATER_MODULES names, which keeps the group as the default of an argument. Imported before, nothing
+    keeps it. Then the model's end is the group's, and with torch 2.13 and gloo that may never come:
+    it waits, with Python's lock, for a thread that waits for this lock.
+    """
+    distributed = importlib.import_module("torch.distributed")
+    init = distributed.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        held.append(distributed.group.WORLD)
+
+    held: list[Any] = []
+    vars(distributed)["init_process_group"] = init_process_group
 
 
 def start_trace(order: list[Any]) -> None:
