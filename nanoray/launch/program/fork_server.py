@@ -204,22 +204,22 @@ def become(order: dict[str, Any], output: int, connection: socket.socket, keeper
 
 
 def hold_groups() -> None:
-    """Let the default process group live as long as the program.
+    """Let default process groups live as long as the program.
 
-    It does so by accident where a program makes it and then its DDP model, which imports what
-    LATER_MODULES names, which keeps the group as the default of an argument. Imported before, nothing
-    keeps it. Then the model's end is the group's, and with torch 2.13 and gloo that may never come:
-    it waits, with Python's lock, for a thread that waits for this lock.
+    Elsewhere the first one does, by accident: a DDP model imports torch._dynamo after its group was
+    made, and with it torch.distributed.nn.functional, whose functions have the group as a default.
+    Imported before, they have none. Then the end of the model is that of the group, and with torch
+    2.13 and gloo it may never come: it waits, with Python's lock held, for a thread that needs it.
     """
     distributed = importlib.import_module("torch.distributed")
     init = distributed.init_process_group
+    held: list[Any] = []
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         init(*args, **kwargs)
         held.append(distributed.group.WORLD)
 
-    held: list[Any] = []
     vars(distributed)["init_process_group"] = init_process_group
 
 
