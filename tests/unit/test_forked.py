@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from nanoray.launch.program.fork_server import hold_groups
+from nanoray.launch.program import forked
+from nanoray.launch.program.fork_server import NICER, hold_groups
 from nanoray.launch.program.forked import (
     ForkedProgram,
     ForkServer,
+    Shared,
     import_settings,
     program_variables,
 )
@@ -34,13 +35,7 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
     server.close()
 
 
-def connect(server: ForkServer) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(server.shared.address)
-    return connection
-
-
-def run(connection: socket.socket, folder: Path, text: str, name: str = "script") -> ForkedProgram:
+def run(shared: Shared, folder: Path, text: str, name: str = "script") -> ForkedProgram:
     script = folder / f"{name}.py"
     script.write_text(text)
     order = {
@@ -50,7 +45,7 @@ def run(connection: socket.socket, folder: Path, text: str, name: str = "script"
         "trace": [],
         "variables": program_variables(1, {"GIVEN": "to one", "TMPDIR": str(folder)}),
     }
-    return ForkedProgram(connection, order, folder / f"{name}.log")
+    return ForkedProgram(shared.connect(), order, folder / f"{name}.log")
 
 
 def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: Path) -> None:
@@ -63,11 +58,8 @@ def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: 
         "import tempfile; print(tempfile.gettempdir())\n"
         "sys.exit(3)\n"
     )
-    with connect(server) as one, connect(server) as other:
-        programs = [run(one, tmp_path, show, "a"), run(other, tmp_path, show, "b")]
-        assert [p.end.result(PATIENCE_S)[0] for p in programs] == [3, 3]
-        # The same rank once more, as after a failure
-        assert run(one, tmp_path, show, "c").end.result(PATIENCE_S)[0] == 3
+    programs = [run(server.shared, tmp_path, show, name) for name in "abc"]
+    assert [program.end.result(PATIENCE_S)[0] for program in programs] == [3, 3, 3]
     outputs = [(tmp_path / f"{name}.log").read_text().splitlines() for name in "abc"]
     for output in outputs:
         assert output[0] == f"['--flag'] __main__ {tmp_path} to one ''"
@@ -79,17 +71,16 @@ def test_a_program_finds_what_a_new_process_would(server: ForkServer, tmp_path: 
 
 
 def test_a_signal_and_an_error_are_the_programs_own(server: ForkServer, tmp_path: Path) -> None:
-    with connect(server) as connection:
-        # Before it has begun, and afterwards
-        early = run(connection, tmp_path, "import time; time.sleep(1000)\n")
-        early.send_signal(signal.SIGTERM)
-        assert early.end.result(PATIENCE_S)[0] == -signal.SIGTERM
-        late = run(connection, tmp_path, "import time; time.sleep(1000)\n")
-        assert late.begun.result(PATIENCE_S)
-        late.send_signal(signal.SIGKILL)
-        assert late.end.result(PATIENCE_S)[0] == -signal.SIGKILL
-        wrong = run(connection, tmp_path, "def f():\n    1 / 0\nf()\n", "wrong")
-        assert wrong.end.result(PATIENCE_S)[0] == 1
+    # Before it has begun, and afterwards
+    early = run(server.shared, tmp_path, "import time; time.sleep(1000)\n")
+    early.send_signal(signal.SIGTERM)
+    assert early.end.result(PATIENCE_S)[0] == -signal.SIGTERM
+    late = run(server.shared, tmp_path, "import time; time.sleep(1000)\n")
+    assert late.begun.result(PATIENCE_S)
+    late.send_signal(signal.SIGKILL)
+    assert late.end.result(PATIENCE_S)[0] == -signal.SIGKILL
+    wrong = run(server.shared, tmp_path, "def f():\n    1 / 0\nf()\n", "wrong")
+    assert wrong.end.result(PATIENCE_S)[0] == 1
     error = (tmp_path / "wrong.log").read_text()
     assert error.startswith("Traceback (most recent call last):\n  File ")
     assert "fork_server.py" not in error
@@ -119,8 +110,7 @@ def test_a_group_outlives_a_model_where_more_was_imported_in_advance(
         (tmp_path / "torch" / f"{name}.py").write_text(text)
     modules = ["torch.distributed", *(["torch._dynamo"] if imported else [])]
     server = ForkServer(modules, program_variables(1, {"PYTHONPATH": str(tmp_path)}))
-    with connect(server) as connection:
-        assert run(connection, tmp_path, ENDS_GROUP).end.result(PATIENCE_S)[0] == 0
+    assert run(server.shared, tmp_path, ENDS_GROUP).end.result(PATIENCE_S)[0] == 0
     server.close()
     assert (tmp_path / "script.log").read_text() == ("lives\n" if imported else "gone\n")
 
@@ -147,17 +137,56 @@ def test_all_that_a_program_has_started_ends_with_its_rank(
         "print(child.pid, flush=True)\n"
         "time.sleep(1000 if sys.argv[0].endswith('runs.py') else 0)\n"
     )
-    with connect(server) as connection:
-        program = run(connection, tmp_path, start, name)
-        log = tmp_path / f"{name}.log"
-        wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
-        child = int(log.read_text())
-        if name == "ended":
-            assert program.end.result(PATIENCE_S)[0] == 0
-        assert alive(child)
-        connection.shutdown(socket.SHUT_RDWR)  # as if its actor were gone
-    wait_for(lambda: not alive(child))
-    wait_for(lambda: not alive(program.pid))
+    program = run(server.shared, tmp_path, start, name)
+    log = tmp_path / f"{name}.log"
+    wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
+    child = int(log.read_text())
+    if name == "ended":
+        assert program.end.result(PATIENCE_S)[0] == 0
+    assert alive(child)
+    program.close()  # its actor's end closes the connection, too
+    assert not alive(child)
+    assert not alive(program.pid)
+
+
+SERVER = """
+import sys
+from nanoray.launch.program import fork_server
+fork_server.LATER_AFTER_S, fork_server.LATER_MODULES = 0.3, ("later",)
+sys.argv = ["", *sys.argv[1:]]
+fork_server.main()
+"""
+LATER = """
+import os, pathlib, threading, time
+niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+pathlib.Path(__file__).with_name("began").write_text(str(niceness))
+time.sleep(1)
+done = True
+"""
+SAYS_LATER = """
+import os, sys
+print(hasattr(sys.modules.get("later"), "done"), os.getpriority(os.PRIO_PROCESS, 0), sys.argv[0])
+"""
+
+
+def test_what_a_restart_needs_is_imported_beside_the_first_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "later.py").write_text(LATER)
+    (tmp_path / "server.py").write_text(SERVER)
+    monkeypatch.setattr(forked, "FORK_SERVER", tmp_path / "server.py")
+    path = os.pathsep.join([str(tmp_path), str(Path(forked.__file__).parents[3])])
+    server = ForkServer(["json"], program_variables(1, {"PYTHONPATH": path}))
+    first = run(server.shared, tmp_path, SAYS_LATER, "first")
+    assert first.end.result(PATIENCE_S)[0] == 0
+    wait_for((tmp_path / "began").exists)
+    second = run(server.shared, tmp_path, SAYS_LATER, "second")  # waits for the import
+    assert second.end.result(PATIENCE_S)[0] == 0
+    server.close()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert (tmp_path / "first.log").read_text() == f"False {own} {tmp_path}/first.py\n"
+    assert (tmp_path / "began").read_text() == str(own + NICER)
+    assert (tmp_path / "second.log").read_text() == f"True {own} {tmp_path}/second.py\n"
 
 
 def test_a_server_leaves_nothing(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class ProgramDriver:
     def __init__(
         self, program: RankProgram, place: Placement, stop: Stop, server: ForkServer | None = None
     ) -> None:
-        """server: for ranks on this machine, until all of them are connected."""
+        """server: from which the programs of ranks on this machine are forked."""
         self.program = program
         self._server = server
         self.place = place
@@ -189,11 +189,9 @@ class ProgramDriver:
             shared = self._server.shared if self._server else None
             self.actors.append(actor.remote(log, threads, warm, self.program.variables, shared))
         self._describe(script)
-        if self._server:
-            self._server.hide()
-            if not any(facts["shares_server"] for facts in self.facts):
-                self._server.close()
-                self._server = None
+        if self._server and not any(facts["shares_server"] for facts in self.facts):
+            self._server.close()
+            self._server = None
         self._send_folder()
         # The log of a node with a run folder of its own would be missing beside the others.
         copies = [

@@ -1,15 +1,15 @@
 """Forks the programs of ranks from a process that has imported torch.
 
-    import modules ─► for each connection: fork ─► a rank's keeper ─► for each order: fork ─► the program
+    import modules ─► for each connection: fork ─► a rank's keeper ─► fork ─► the program
                                                         │
                                                         └─► its pid and its end, back to the rank's actor
 
-A program thus begins as soon as its rank does, and a restart takes the time of the program alone. The
-server is started as a file, with the socket on which it listens as stdin, so that a program finds
-nothing of nanoray in it but what --trace needs. Neither a server nor a keeper computes, has threads
-when it forks, or asks the driver of a GPU for anything: no import of torch 2.13 does. A keeper ends
-its program, and all that the program has started, when its connection closes: then the rank's actor
-is gone.
+A program thus begins as soon as its rank does, and a restart, which is a connection of its own, takes
+the time of the program alone. The server is started as a file, with the socket on which it listens as
+stdin, so that a program finds nothing of nanoray in it but what --trace needs. Neither a server nor a
+keeper computes, has threads when it forks, or asks the driver of a GPU for anything: no import of torch
+2.13 does. A keeper ends its program, and all that the program has started, when its connection closes:
+then the rank's actor is gone, or done with it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import runpy
 import shutil
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -38,11 +39,12 @@ from typing import Any
 # What DDP, FSDP and optimizers import when they are first used: as long as torch itself. Only for a
 # restart, since a program that uses none of them should not begin later.
 LATER_MODULES = ("torch._dynamo",)
-# It takes a core for seconds: not while the program itself starts, and with a quarter of its share
-# where the program leaves no core free.
+# It takes a core for seconds: not while the programs themselves start, and with a quarter of the share
+# of one where they leave no core free. A restart waits for it, so it must get on.
 LATER_AFTER_S = 10.0
-NICER = 5  # than the program; the kernel takes 19 for more than that
+NICER = 5  # than the programs; the kernel takes 19 for more than that
 MOST_BYTES = 1 << 16  # of an order, at a time
+PEER = struct.Struct("3i")  # of a socket: process, user and group
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -59,15 +61,28 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # no program waits for a keyboard that no rank has
     os.close(nothing)
-    import_all(sys.argv[2:])
+    modules = sys.argv[2:]
+    import_all(modules)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # how a keeper ends is of no interest
+    importer: threading.Thread | None = None
+    niceness = 0  # of the programs
     while True:
-        connection, _ = home.accept()
+        try:
+            connection, _ = home.accept()
+        except TimeoutError:  # all ranks' programs run
+            home.settimeout(None)
+            importer = in_thread(import_later, niceness)
+            continue
+        niceness = niceness_of(connection)
+        if importer:
+            importer.join()  # no thread may run at a fork
         if not os.fork():
             home.close()
             keep(connection)
             return
         connection.close()
+        if modules and importer is None:
+            home.settimeout(LATER_AFTER_S)
 
 
 def import_all(modules: Iterable[str]) -> None:
@@ -80,51 +95,17 @@ def import_all(modules: Iterable[str]) -> None:
     gc.enable()
 
 
-def keep(connection: socket.socket) -> None:
-    """Run the programs of one rank, one after the other. It returns in a program that has ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with open(os.devnull, "wb") as nothing:  # what the server prints is none of its
-        for stream in (1, 2):
-            os.dup2(nothing.fileno(), stream)
-    keeper = os.getpid()
-    program = 0
-    niceness = 0  # of the program
-    helpers: list[threading.Thread] = []  # none may run at a fork
-    while True:
-        try:
-            order, output = receive(connection)
-        except TimeoutError:
-            connection.settimeout(None)
-            helpers.append(in_thread(import_later, niceness))
-            continue
-        if program:  # and what it has left
-            with suppress(ProcessLookupError):
-                os.killpg(program, signal.SIGKILL)
-            os.waitpid(program, 0)
-        if order is None:
-            os._exit(0)
-        for helper in helpers:
-            helper.join()
-        niceness = order["niceness"]
-        program = os.fork()
-        if not program:
-            become(order, output, connection, keeper)
-            return
-        os.close(output)
-        helpers = [in_thread(report_end, program, connection)]
-        connection.settimeout(LATER_AFTER_S if order["kind"] != "command" else None)
-
-
-def in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
-    """Start a thread that does this."""
-    thread = threading.Thread(target=work, args=args, daemon=True)
-    thread.start()
-    return thread
+def niceness_of(connection: socket.socket) -> int:
+    """Return the niceness of the process at the other end, which is that of its program."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    pid, _, _ = PEER.unpack(data)
+    with suppress(ProcessLookupError):
+        return os.getpriority(os.PRIO_PROCESS, pid)
+    return 0  # it is gone
 
 
 def import_later(niceness: int) -> None:
-    """Import what a restart needs soon, beside a program of this niceness. (in a thread)
+    """Import what a restart needs soon, beside programs of this niceness. (in a thread)
 
     A thread has a niceness of its own; that of a process would stay its programs' for ever.
     """
@@ -132,6 +113,38 @@ def import_later(niceness: int) -> None:
     nicer = max(own, niceness + NICER)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nicer)
     import_all(LATER_MODULES)
+
+
+def keep(connection: socket.socket) -> None:
+    """Run the program of one rank, and end it with its connection. It returns in a program that has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with open(os.devnull, "wb") as nothing:  # what the server prints is none of its
+        for stream in (1, 2):
+            os.dup2(nothing.fileno(), stream)
+    keeper = os.getpid()
+    order, output = receive(connection)
+    if order is None:
+        os._exit(0)
+    program = os.fork()
+    if not program:
+        become(order, output, connection, keeper)
+        return
+    os.close(output)
+    in_thread(report_end, program, connection)
+    with suppress(ConnectionError):
+        connection.recv(1)  # nothing follows but its end
+    with suppress(ProcessLookupError):  # the program, and what it has left
+        os.killpg(program, signal.SIGKILL)
+    os.waitpid(program, 0)
+    os._exit(0)
+
+
+def in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
+    """Start a thread that does this."""
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, int]:

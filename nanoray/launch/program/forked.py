@@ -48,6 +48,16 @@ class Shared:
     address: str
     settings: list[Any]
 
+    def connect(self) -> socket.socket:
+        """Return a connection for one program. Raises OSError where the server is gone."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(self.address)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
 
 class ForkServer:
     """A process that imports modules and forks programs. Who makes it must close it."""
@@ -72,13 +82,9 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def hide(self) -> None:
-        """Remove its address: what is connected stays so."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def close(self) -> None:
         """End the server. Programs run on until their ranks' actors are gone."""
-        self.hide()
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._process.kill()
         self._process.wait()
 
@@ -112,7 +118,11 @@ class ForkedProgram:
     """A program that a server forks as soon as it can."""
 
     def __init__(self, connection: socket.socket, order: dict[str, Any], output: Path) -> None:
-        """order: see the fork server's `become`. output: the file to which the program's is added."""
+        """connection: its own, which it closes. order: see the fork server's `become`.
+
+        output: the file to which the program's is added.
+        """
+        self._connection = connection
         self.begun: Future[int] = Future()  # its pid, which leads a session
         self.end: Future[tuple[int, float]] = Future()  # exit code, and when
         self._signal = 0  # to send when it begins
@@ -125,7 +135,7 @@ class ForkedProgram:
         with output.open("ab") as file:
             sent = socket.send_fds(connection, [line], [file.fileno()])
         connection.sendall(line[sent:])
-        self._follower = threading.Thread(target=self._follow, args=(connection,), daemon=True)
+        self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
 
     @property
@@ -140,22 +150,28 @@ class ForkedProgram:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
 
-    def join(self) -> None:
-        """Wait for the last that is said of it."""
+    def close(self) -> None:
+        """End the program and all that it has started, and wait for that."""
+        with suppress(OSError):  # its keeper is gone
+            self._connection.shutdown(socket.SHUT_WR)
         self._follower.join(CLOSE_S)
+        self._connection.close()
 
-    def _follow(self, connection: socket.socket) -> None:
-        """Note when it begins and ends. (in a thread)"""
-        code, at = -signal.SIGKILL, 0.0  # of one whose keeper is gone
-        with suppress(OSError), connection.makefile("rb") as lines:
+    def _follow(self) -> None:
+        """Note when it begins and ends, until its keeper closes the connection. (in a thread)"""
+        with suppress(OSError), self._connection.makefile("rb") as lines:
             for line in lines:
                 answer = json.loads(line)
                 if "code" in answer:
-                    code, at = answer["code"], answer["at"]
-                    break
+                    self._ended(answer["code"], answer["at"])
+                    continue
                 self.begun.set_result(answer["pid"])
                 if self._signal:
                     self.send_signal(self._signal)
+        if not self.end.done():  # its keeper was killed, and the program with it
+            self._ended(-signal.SIGKILL, time.time())
+
+    def _ended(self, code: int, at: float) -> None:
         if not self.begun.done():
             self.begun.set_result(0)
-        self.end.set_result((code, at or time.time()))
+        self.end.set_result((code, at))

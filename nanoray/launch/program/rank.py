@@ -21,7 +21,6 @@ from nanoray.launch.devices import bound_devices
 from nanoray.launch.program.counts import Counts
 from nanoray.launch.program.folder import digest, unpack
 from nanoray.launch.program.forked import (
-    CLOSE_S,
     MODULES,
     ForkedProgram,
     ForkServer,
@@ -65,27 +64,28 @@ class ProgramRank:
         self._log = Path(log)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._printed = self._log.stat().st_size if self._log.exists() else 0  # before this actor
-        self._server: ForkServer | None = None
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._shares_server = self._connect(shared, warm)
-        self._program: ForkedProgram | None = None
         self._warm = warm
+        self._shared = shared
+        self._server: ForkServer | None = None
+        # That of the program to come: what keeps it is ready when the program is ordered.
+        self._connection: socket.socket | None = self._connect()
+        self._program: ForkedProgram | None = None
         self._ooms = 0
         self._answered = 0.0  # when output was last sent, in monotonic seconds
         self._devices = bound_devices(ray)
         self._observer = RankObserver(self._log)
 
-    def _connect(self, shared: Shared | None, warm: bool) -> bool:
+    def _connect(self) -> socket.socket:
         """Connect to the driver's server, if it is as one of this rank's would be; else to its own."""
-        if shared and shared.settings == import_settings(self._variables):
+        if self._shared and self._shared.settings == import_settings(self._variables):
             with suppress(OSError):
-                self._connection.connect(shared.address)
-                return True
-        with self._log.open("ab") as log:
-            self._server = ForkServer(MODULES if warm else (), self._variables, log.fileno())
-        self._connection.connect(self._server.shared.address)
-        self._server.hide()
-        return False
+                return self._shared.connect()
+        self._shared = None
+        if self._server is None:
+            modules = MODULES if self._warm else ()
+            with self._log.open("ab") as log:
+                self._server = ForkServer(modules, self._variables, log.fileno())
+        return self._server.shared.connect()
 
     def describe(self, folder: str, marker: str, script: str) -> dict[str, Any]:
         """Return this actor's node, address and devices, and what it sees of the driver's files.
@@ -106,7 +106,7 @@ class ProgramRank:
             "shares_run": Path(marker).exists(),
             "printed": self._printed,
             "sees": Path(script).exists() if script else True,
-            "shares_server": self._shares_server,
+            "shares_server": self._shared is not None,
         }
 
     def digest(self, folder: str, files: list[str]) -> str:
@@ -127,12 +127,13 @@ class ProgramRank:
         order: kind, words, folder and trace; see fork_server.py. variables: besides the rank's own.
         """
         if self._program:  # which has ended, as a rule
-            self._program.send_signal(signal.SIGKILL)
-            self._program.join()
+            self._program.close()
+        connection = self._connection or self._connect()
+        self._connection = None
         self._observer.begin()
         self._ooms = oom_kills()
         order = order | {"variables": self._variables | variables}
-        self._program = ForkedProgram(self._connection, order, self._log)
+        self._program = ForkedProgram(connection, order, self._log)
 
     @ray.method(concurrency_group=WAIT)
     def wait_for_begin(self, patience_s: float) -> int:
@@ -218,14 +219,9 @@ class ProgramRank:
 
     def close(self) -> None:
         """End whatever is left of this rank's processes."""
-        self.stop(signal.SIGKILL)
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-            if self._program:
-                self._program.join()
-            # Its keeper ends when it has ended what the program has left.
-            self._connection.settimeout(CLOSE_S)
-            while self._connection.recv(1):
-                pass
+        if self._connection:
+            self._connection.close()
+        if self._program:
+            self._program.close()
         if self._server:
             self._server.close()
