@@ -145,7 +145,7 @@ def test_all_that_a_program_has_started_ends_with_its_rank(
         assert program.end.result(PATIENCE_S)[0] == 0
     assert alive(child)
     program.close()  # its actor's end closes the connection, too
-    assert not alive(child)
+    wait_for(lambda: not alive(child))
     assert not alive(program.pid)
 
 
