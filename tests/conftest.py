@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
 from nanoray.bench.harness import processes
 from tests.harness import commands, leaks
@@ -69,30 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # As in a test: caches stay out of the user's home.
         folder = Path(tempfile.gettempdir(), "cache-of-forked")
         commands.start_for_workers({"XDG_CACHE_HOME": str(folder)})
-
-
-class _TwoRays(LoadFileScheduling):
-    """A file each at a time, but those of cluster/ in two parts, which take about as long.
-
-    A worker of pytest-xdist that runs one of them starts a Ray, and the third would do so, too:
-    eight CPU-seconds, and a twentieth of a CPU while it is there.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        if not file.startswith("tests/cluster/"):
-            return file
-        part = "first" if file < "tests/cluster/test_recovery" else "second"
-        return f"tests/cluster/ {part}"
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """Return the order of the workers' tests; None: as the command line says.
-
-    With the tests marked `full`, cluster/ takes longer than all the rest.
-    """
-    everyday = config.option.dist == "loadfile" and config.option.markexpr == "not full"
-    return _TwoRays(config, log) if everyday else None
 
 
 @pytest.hookimpl(wrapper=True)
