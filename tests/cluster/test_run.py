@@ -9,8 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +27,7 @@ COLLECTIVES = SCRIPT.with_name("plain_collectives.py")
 SCRIPTS = SCRIPT.parent / "scripts"
 # How the lines begin that the scripts print on rank 0
 PRINTED = ("epoch", "end __main__", "loss", "finds")
-RUN = [sys.executable, "-m", "nanoray", "run", "--workers", "2", "--device", "cpu"]
+RUN = ["nanoray", "run", "--workers", "2", "--device", "cpu"]
 
 
 def run(
@@ -38,9 +36,7 @@ def run(
     """Run a command on a cluster, or on a Ray of its own, which takes some seconds longer."""
     where = ["--cpus_per_worker", "0.5"] if cluster else ["--ray_address", "local"]
     command = [*RUN, *where, "--out_dir", str(folder / "runs"), *flags, *words]
-    env = os.environ | (cluster.env if cluster else {})
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-    return done.returncode, done.stdout + done.stderr
+    return finish(Command(*command, env=os.environ | (cluster.env if cluster else {}), cwd=folder))
 
 
 def lines_of(output: str) -> list[str]:
@@ -93,27 +89,30 @@ def test_a_script_prints_what_it_prints_under_torchrun(
     assert len(printed) == lines
 
 
-def lines_under_both(cluster: Cluster, out: Path, folder: Path, program: list[str]) -> list[str]:
+def lines_under_both(
+    cluster: Cluster, out: Path, folder: Path, program: list[str], **env: str
+) -> list[str]:
     """Run a program under torchrun and under `nanoray run`; return the lines that both print."""
-    plain = under_torchrun(folder, program)
+    plain = under_torchrun(folder, program, **env)
     flags = ["--out_dir", str(out), "--cpus_per_worker", "0.5"]
     flags += ["--env", "FIRST=1", "--env", "SECOND=2"]
-    code, output = finish(Command(*RUN[2:], *flags, *program, env=cluster.env, cwd=folder))
+    code, output = finish(Command(*RUN, *flags, *program, env=cluster.env, cwd=folder))
     assert (code, plain.returncode) == (0, 0), output + plain.stderr
     assert lines_of(output) == lines_of(plain.stdout)
     assert len([*out.glob("*/logs/rank*.log")]) == 2
     return lines_of(output)
 
 
-def under_torchrun(folder: Path, program: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program under torchrun, whose ranks are no forks; again where torch 2.13 aborts it.
+def under_torchrun(
+    folder: Path, program: list[str], **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program under torchrun; again where torch 2.13 aborts it.
 
     That happens to about one plain DDP program in fifty as it ends, on a busy machine:
-    `std::terminate` is called in a process whose interpreter ends. Ranks that are forked from the
-    tests' server even hang there: the group's end waits for a thread that waits for Python's lock.
+    `std::terminate` is called in a process whose interpreter ends.
     """
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
-    env = os.environ | {"FIRST": "1", "SECOND": "2", "PWD": str(folder)}  # PWD: as a shell
+    env = os.environ | env | {"FIRST": "1", "SECOND": "2", "PWD": str(folder)}  # PWD: as a shell
     for _ in range(3):
         plain = run_command(*command, cwd=folder, env=env, timeout=240)
         if "terminate called without an active exception" not in plain.stderr:
@@ -122,7 +121,7 @@ def under_torchrun(folder: Path, program: list[str]) -> subprocess.CompletedProc
 
 
 def test_the_commands_of_the_example_differ_in_their_first_words(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, forked: dict[str, str]
 ) -> None:
     folder = SCRIPT.parents[2] / "examples" / "from_torchrun"
     commands = re.findall(r"^(torchrun|nanoray run) (.+)$", (folder / "train.py").read_text(), re.M)
@@ -130,7 +129,7 @@ def test_the_commands_of_the_example_differ_in_their_first_words(
         ("torchrun", "--nproc_per_node 2 train.py"),
         ("nanoray run", "--workers 2 train.py"),
     ]
-    printed = lines_under_both(cluster, tmp_path / "runs", folder, ["train.py"])
+    printed = lines_under_both(cluster, tmp_path / "runs", folder, ["train.py"], **forked)
     losses = [float(line.split()[-1]) for line in printed]
     assert losses[-1] < losses[0] / 2
 
@@ -206,7 +205,9 @@ def test_a_module_and_a_command_run(tmp_path: Path) -> None:
     assert "[1] rank 1 of 2" in output
 
 
-def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_gives_time_to_save_and_leaves_nothing(
+    tmp_path: Path, forked_ray: dict[str, str]
+) -> None:
     (tmp_path / "saves.py").write_text(
         "import os, signal, sys, time\n"
         "def save(*_):\n"
@@ -217,18 +218,15 @@ def test_ctrl_c_gives_time_to_save_and_leaves_nothing(tmp_path: Path) -> None:
         "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
         "time.sleep(1000)\n"
     )
-    command = [*RUN, "--ray_address", "local", "--out_dir", str(tmp_path / "runs"), "saves.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    flags = ("--ray_address", "local", "--out_dir", str(tmp_path / "runs"))
+    with Command(*RUN, *flags, "saves.py", env=os.environ | forked_ray, cwd=tmp_path) as command:
         pids = [tmp_path / f"pid{rank}" for rank in (0, 1)]
-        deadline = time.monotonic() + 120
-        while not all(path.exists() and path.read_text() for path in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(lambda: all(p.exists() and p.read_text() for p in pids), process=command)
         (folder,) = (tmp_path / "runs").iterdir()
         assert is_locked(folder), "its report says that it is running"
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 130
+        command.send_signal(signal.SIGINT)
+        code, output = finish(command)
+        assert code == 130
     assert "rank 0 has saved" in output
     assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
     for path in pids:
@@ -279,8 +277,7 @@ def test_trace_sees_every_collective_of_a_script_that_knows_nothing_of_it(
     assert any("comm/busy_ms" in record for record in records)
     assert any(len(record["ranks"].get("mem/rss_gib", [])) == 2 for record in records)
     for tool in ("report", "report timeline", "faults"):
-        command = [sys.executable, "-m", "nanoray", *tool.split(), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = run_command("nanoray", *tool.split(), str(folder))
         assert done.returncode == 0, done.stderr
     page = (folder / "report.html").read_text()
     assert "exposed communication" in page
@@ -299,7 +296,7 @@ def test_a_lost_node_is_named_and_all_start_again_when_there_is_room(tmp_path: P
     flags = ("--placement", "spread", "--cpus_per_worker", "1", "--out_dir", str(tmp_path / "runs"))
     with ray_head("--num-cpus=1", **FAST_HEALTH) as head:
         with ray_node(head) as node:
-            driver = Command(*RUN[2:], *flags, "waits.py", env=head.env, cwd=tmp_path)
+            driver = Command(*RUN, *flags, "waits.py", env=head.env, cwd=tmp_path)
             began = [tmp_path / f"began{rank}0" for rank in (0, 1)]
             wait_for(lambda: all(path.exists() for path in began), process=driver)
             for pid in processes_of_session(node.pid):  # raylet, agents and the rank
@@ -317,7 +314,7 @@ def test_a_lost_node_is_named_and_all_start_again_when_there_is_room(tmp_path: P
 @pytest.mark.full
 def test_two_runs_at_once_do_not_meet(cluster: Cluster, tmp_path: Path) -> None:
     flags = ("--cpus_per_worker", "0.5", "--out_dir", str(tmp_path / "runs"))
-    runs = [Command(*RUN[2:], *flags, str(SCRIPT), env=cluster.env, cwd=tmp_path) for _ in "ab"]
+    runs = [Command(*RUN, *flags, str(SCRIPT), env=cluster.env, cwd=tmp_path) for _ in "ab"]
     ends = [finish(command) for command in runs]
     assert [code for code, _ in ends] == [0, 0], ends
     assert lines_of(ends[0][1]) == lines_of(ends[1][1])

@@ -56,6 +56,7 @@ def _attend(caller: socket.socket) -> None:
     """Fork the caller's command, pass on its signals, and send the exit status. Does not return."""
     import select
 
+    from nanoray.launch.program.fork_server import hold_groups
     from tests.harness.commands import become
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -67,6 +68,8 @@ def _attend(caller: socket.socket) -> None:
     if not (worker := os.fork()):
         caller.close()
         os.setsid()
+        if command[0].endswith(".py"):  # else a script's DDP model may hang as it ends
+            hold_groups()
         become(command, env, cwd, dict(enumerate(streams)))
     for stream in streams:
         os.close(stream)

@@ -116,7 +116,7 @@ def import_later(niceness: int) -> None:
 
 
 def keep(connection: socket.socket) -> None:
-    """Run the program of one rank, and end it with its connection. It returns in a program that has ended."""
+    """Run one program of a rank, until its connection ends. It returns in a program that has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with open(os.devnull, "wb") as nothing:  # what the server prints is none of its
@@ -134,8 +134,9 @@ def keep(connection: socket.socket) -> None:
     in_thread(report_end, program, connection)
     with suppress(ConnectionError):
         connection.recv(1)  # nothing follows but its end
-    with suppress(ProcessLookupError):  # the program, and what it has left
-        os.killpg(program, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # the program and what it has left, or one without a session yet
+        with suppress(ProcessLookupError):
+            kill(program, signal.SIGKILL)
     os.waitpid(program, 0)
     os._exit(0)
 
