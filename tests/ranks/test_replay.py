@@ -136,16 +136,16 @@ def test_a_recorded_value_that_is_not_the_replayed_one_is_named(
     assert f"differs  first in step 5, loss: {loss!r} and {loss + 1e-6!r}" in out
 
 
-def test_sigterm_leaves_no_rank_and_no_folder(pair: RunSpec, tmp_path: Path) -> None:
-    arguments = ("nanoray.lab.replay", str(pair.folder), "--step", "6")
+def test_sigterm_leaves_no_rank_and_no_folder(made: Made, tmp_path: Path) -> None:
+    arguments = ("nanoray.lab.replay", str(made(1).folder), "--step", "6")
     with Command(*arguments, env=os.environ | {"TMPDIR": str(tmp_path)}) as command:
         children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
         # A sign of theirs: a signal in the midst of a start would come before the command has them
         wait_for(lambda: [*tmp_path.rglob("run.json")], process=command)
-        ranks = [Path("/proc") / pid for pid in children.read_text().split()]
+        (rank,) = (Path("/proc") / pid for pid in children.read_text().split())
         command.terminate()
         assert command.wait(60) == 143, command.output
-        assert not any(rank.exists() for rank in ranks)
+        assert not rank.exists()
         assert not [*tmp_path.iterdir()]
 
 
