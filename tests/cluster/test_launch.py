@@ -273,7 +273,7 @@ def job(cluster: Cluster, submission: str) -> dict[str, Any]:
 def test_ray_job_submit_runs_the_example(
     cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
 ) -> None:
-    code, output = submit(cluster, recipe, tmp_path)
+    code, output = submit(cluster, recipe, tmp_path, "--spares", "0")
     assert code == 0, output
     assert_same_losses(tmp_path, clean[0])
     assert "step 30/30" in output
