@@ -134,7 +134,10 @@ def keep(connection: socket.socket) -> None:
     in_thread(report_end, program, connection)
     with suppress(ConnectionError):
         connection.recv(1)  # nothing follows but its end
-    for kill in (os.killpg, os.kill):  # the program and what it has left, or one without a session yet
+    for kill in (
+        os.killpg,
+        os.kill,
+    ):  # the program and what it has left, or one without a session yet
         with suppress(ProcessLookupError):
             kill(program, signal.SIGKILL)
     os.waitpid(program, 0)
