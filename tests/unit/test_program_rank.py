@@ -21,6 +21,7 @@ from nanoray.launch.placement import Placement
 from nanoray.launch.program.driver import ProgramDriver, RankProgram
 from nanoray.launch.program.ends import error_of, failure_of_program
 from nanoray.launch.program.files import write_program
+from nanoray.launch.program.forked import ForkServer, program_variables
 from nanoray.launch.program.rank import MOST_BYTES, OUTPUT_S, TAIL_BYTES, ProgramRank
 from nanoray.launch.signals import Stop
 from nanoray.machine.environment import environment
@@ -118,6 +119,20 @@ def test_what_a_program_has_left_ends_before_the_next_attempt(tmp_path: Path) ->
     rank.start(order | {"words": ["true"]}, dict(os.environ))
     wait_for(lambda: not alive(int(pid.read_text())), 60)
     rank.close()
+
+
+def test_a_rank_whose_shared_server_is_gone_starts_its_own(tmp_path: Path) -> None:
+    server = ForkServer((), program_variables(1, {}))
+    rank = ProgramRank(str(tmp_path / "rank0.log"), 1, warm=False, shared=server.shared)
+    order = {"kind": "command", "words": ["sh", "-c", "exit 3"], "folder": str(tmp_path)}
+    shares = []
+    for _ in "ab":
+        rank.start(order, dict(os.environ))
+        assert rank.wait_for_end()["code"] == 3
+        shares.append(rank.describe("", str(tmp_path), "")["shares_server"])
+        server.close()
+    rank.close()
+    assert shares == [True, False]
 
 
 def test_output_that_is_not_shown_is_read_from_its_end(tmp_path: Path) -> None:
