@@ -121,18 +121,20 @@ def test_what_a_program_has_left_ends_before_the_next_attempt(tmp_path: Path) ->
     rank.close()
 
 
-def test_a_rank_whose_shared_server_is_gone_starts_its_own(tmp_path: Path) -> None:
+def test_a_rank_whose_server_is_gone_starts_another(tmp_path: Path) -> None:
     server = ForkServer((), program_variables(1, {}))
     rank = ProgramRank(str(tmp_path / "rank0.log"), 1, warm=False, shared=server.shared)
     order = {"kind": "command", "words": ["sh", "-c", "exit 3"], "folder": str(tmp_path)}
     shares = []
-    for _ in "ab":
+    for own in (False, True, True):
         rank.start(order, dict(os.environ))
         assert rank.wait_for_end()["code"] == 3
         shares.append(rank.describe("", str(tmp_path), "")["shares_server"])
-        server.close()
+        used = rank._server if own else server
+        assert used
+        used.close()
     rank.close()
-    assert shares == [True, False]
+    assert shares == [True, False, False]
 
 
 def test_output_that_is_not_shown_is_read_from_its_end(tmp_path: Path) -> None:

@@ -81,10 +81,13 @@ class ProgramRank:
             with suppress(OSError):
                 return self._shared.connect()
         self._shared = None
-        if self._server is None:
-            modules = MODULES if self._warm else ()
-            with self._log.open("ab") as log:
-                self._server = ForkServer(modules, self._variables, log.fileno())
+        if self._server:
+            with suppress(OSError):
+                return self._server.shared.connect()
+            self._server.close()  # it was killed
+        modules = MODULES if self._warm else ()
+        with self._log.open("ab") as log:
+            self._server = ForkServer(modules, self._variables, log.fileno())
         return self._server.shared.connect()
 
     def describe(self, folder: str, marker: str, script: str) -> dict[str, Any]:
